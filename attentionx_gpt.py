@@ -1,0 +1,1115 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
+# ///
+"""A GPT whose attention hands on a residual: AttentionX and BeliefFormer beside plain softmax.
+
+Attention tells a token what its neighbours say: MH = softmax(QK^T / sqrt(d)) V, a weighted sum of
+values. The papers argue, from distributed optimisation, that a layer should hand on how far that
+sum disagrees with the token's own value V. AttentionX subtracts one from the other; BeliefFormer
+keeps the part of MH that is orthogonal to V. Both need only MH and V, so fused kernels still serve.
+
+    AX1  Zhang & Heusdens, AttentionX, first version    AX2  the same, revised
+    BF   BeliefFormer: Belief Attention in Transformer (anonymous, under review)
+
+    equation        what reaches the output projection                   function
+    [BF Eq. 9]      MH                                                   multi_head, softmax
+    [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
+    [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx_v1
+    [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief
+    [BF Eq. 13]     the same in every head, with a beta of its own       belief_head
+    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief_star, project
+    [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself, else more    default_gamma
+
+    python attentionx_gpt.py --gamma 3                    # train: 2-3 minutes on a CPU, no network
+    python attentionx_gpt.py sample --prompt "def main("  # the newest run continues a text
+    python attentionx_gpt.py compare --over attention=softmax,attentionx,belief --seeds 0,1,2
+    python attentionx_gpt.py bench                        # what each variant costs
+    python attentionx_gpt.py inspect --attention belief   # the discrepancy, layer by layer
+    python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
+    python attentionx_gpt.py --preset belief-124m         # BeliefFormer's: rotary GPT, 5B tokens
+
+Model and recipe follow nanoGPT and, with --arch rotary, modded-nanogpt's branch `casted`; the tests
+hold both against outputs of the originals. Where a paper is silent the code says [choice]. What was
+measured, and on what, stands in README.md.
+"""
+import argparse, contextlib, csv, functools, hashlib, inspect, itertools, json, math, os, re
+import signal, statistics, sys, sysconfig, time, zipfile, zlib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+# ------------------------------------ 2. configuration ------------------------------------
+
+@dataclass
+class Config:
+    """Every flag of the command line. A comment may open with a condition on the value x."""
+    # the papers' method
+    attention: str = 'attentionx'  # x in ATTENTION: what reaches the output projection
+    gamma: float = None            # 0 < x < 1e6: AttentionX's; default 1 with --zero-diag, else 3
+    zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
+    # model
+    arch: str = 'gpt2'             # x in ('gpt2', 'rotary'): nanoGPT's, or BeliefFormer's model
+    n_layer: int = 4               # x >= 1: blocks
+    n_head: int = 4                # x >= 1: heads in a block
+    n_embd: int = 128              # x >= 1: channels
+    block_size: int = 128          # x >= 2: tokens in a window
+    vocab_size: int = 256          # 2 <= x <= 65536: tokens; at least as many as the data has
+    bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
+    dropout: float = 0.0           # 0 <= x < 1: probability
+    fp8_weights: bool = False      # round weights to float8 e5m2, as `casted` does (rotary)
+    init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
+    # data
+    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
+    tokenizer: str = 'bytes'       # x in ('bytes', 'gpt2'): for text files; data/ knows its own
+    # training
+    max_iters: int = 1000          # x >= 0: optimiser steps
+    batch_size: int = 16           # 1 <= x <= 1e6: windows in memory at once, per process
+    grad_accum_steps: int = 1      # 1 <= x <= 1e6: batches in an optimiser step, over all processes
+    learning_rate: float = 3e-3    # 0 < x <= 100: at its peak
+    min_lr: float = 3e-4           # 0 <= x <= 100: where the cosine ends
+    schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'constant'): after the warmup
+    warmup_iters: int = 100        # x >= 0: steps of linear warmup
+    warmdown_iters: int = 0        # x >= 0: steps of the trapezoid's descent to zero
+    weight_decay: float = 0.1      # 0 <= x <= 100: AdamW's, on matrices
+    beta1: float = 0.9             # 0 <= x < 1: AdamW's first moment
+    beta2: float = 0.99            # 0 <= x < 1: AdamW's second moment
+    grad_clip: float = 1.0         # 0 <= x < 1e9: largest gradient norm; 0 for no clipping
+    eval_interval: int = 250       # x >= 1: steps between evaluations, and between checkpoints
+    eval_iters: int = 20           # 1 <= x <= 1e6: validation batches, the same ones every time
+    log_interval: int = 10         # x >= 1: steps between lines in log.csv
+    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop after so long; 0 for no limit
+    # machine
+    seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
+    device: str = 'auto'           # auto, cpu, cuda, cuda:1, mps
+    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of products
+    compile: bool = False          # torch.compile the model
+    threads: int = 1               # 0 <= x <= 1024: CPU threads; 0 for PyTorch's default
+    out_dir: str = 'out'           # where runs are written
+
+    def __post_init__(self):
+        check(self)
+        default_gamma(self.attention, self.zero_diag, self.gamma)
+        if self.n_embd % self.n_head or self.arch == 'rotary' and self.n_embd // self.n_head % 2:
+            raise ValueError(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head},'
+                             ' an even one with --arch rotary')
+        if self.arch == 'rotary' and (self.bias or self.dropout):
+            raise ValueError('--arch rotary has no --bias and no --dropout')
+        if self.arch == 'gpt2' and self.fp8_weights:
+            raise ValueError('--fp8-weights goes with --arch rotary')
+
+    @property
+    def variant(self):
+        return self.attention + '-zd' * self.zero_diag
+
+GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='openwebtext',
+                  beta2=0.95, threads=0)
+PRESETS = {
+    'tiny': {},
+    't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2,
+               max_iters=3000, learning_rate=1e-3, min_lr=1e-4, threads=0),
+    # AX1 and AX2 name nanoGPT and "a small subset of openwebtext", no more: [choice] its recipe
+    'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
+                     max_iters=600000, learning_rate=6e-4, min_lr=6e-5, warmup_iters=2000,
+                     eval_interval=1000, eval_iters=200),
+    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens
+    'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', fp8_weights=True,
+                        vocab_size=50257, batch_size=16, grad_accum_steps=32, max_iters=9536,
+                        learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
+                        warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_iters=80),
+}
+TABLES = {  # `compare --table NAME`: the papers' experiments as rows of settings
+    'ax1': {'attention': dict(attention='softmax'),
+            'attentionx-v1': dict(attention='attentionx-v1', gamma=0.5)},
+    'ax2': {'attention': dict(attention='softmax'),
+            'attentionx': dict(attention='attentionx', gamma=3.0)},
+    'bf': {'transformer': dict(attention='softmax'), 'beliefformer': dict(attention='belief'),
+           'beliefformer*': dict(attention='belief-star')},
+    'controls': {name: dict(attention=name)
+                 for name in ('softmax', 'attentionx', 'softmax-scaled', 'value-skip')},
+}
+
+# ------------------------------------ 3. the papers' method ------------------------------------
+# Every variant is s MH + t V with scalars s and t per token, or per token and head.
+
+def multi_head(q, k, v, zero_diag=False, dropout=0.0):
+    """MH = softmax(QK^T / sqrt(hs)) V, causal.  [BF Eq. 9]
+
+    q (B, nh, Tq, hs), k and v (B, nh, T, hs) with Tq = T, or 1 with a cache -> (B, Tq, nh, hs).
+    With zero_diag a token attends only to those before it; the first has none and gets zeros.
+    """
+    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout)
+    Tq, T = q.size(2), k.size(2)
+    if not zero_diag:
+        return attend(q, k, v, is_causal=Tq > 1).transpose(1, 2)
+    if T == 1:
+        return torch.zeros_like(v).transpose(1, 2)
+    # Queries 1..T-1 against keys 0..T-2 are causal once more: no mask, and the fast kernel stays.
+    first = int(Tq == T)
+    mh = attend(q[:, :, first:], k[:, :, :-1], v[:, :, :-1], is_causal=Tq > 1).transpose(1, 2)
+    return F.pad(mh, (0, 0, 0, 0, first, 0))
+
+def inner(mh, v):
+    """<MH, V> and <V, V> in every head, (B, T, nh, hs) -> two of (B, T, nh, 1).
+
+    ||V||^2 overflows float16 once V's rms passes 9.2 at 768 channels: both are float32 at least.
+    """
+    wide = torch.promote_types(v.dtype, torch.float32)
+    mh, v = mh.to(wide), v.to(wide)
+    v_v = torch.linalg.vector_norm(v, dim=-1, keepdim=True).square()
+    return (mh * v).sum(-1, keepdim=True), v_v
+
+def orthogonal(mh, v, mh_v, v_v):
+    """MH - (<MH,V> / <V,V>) V, the part of MH orthogonal to V; MH itself where V is zero."""
+    alpha = mh_v / v_v.clamp_min(torch.finfo(v_v.dtype).tiny)  # [choice] the papers divide by zero
+    return torch.addcmul(mh.to(alpha.dtype), alpha, v.to(alpha.dtype), value=-1).to(mh.dtype)
+
+# One signature: MH and V (B, T, nh, hs), gamma -> what reaches the output projection(s).
+
+def softmax(mh, v, gamma):
+    """MH, standard attention.  [BF Eq. 9]"""
+    return mh
+
+def attentionx(mh, v, gamma):
+    """V - gamma MH.  [AX2 Eq. 10]"""
+    return torch.add(v, mh, alpha=-gamma)
+
+def attentionx_v1(mh, v, gamma):
+    """gamma V - MH.  [AX1 Eq. 9]"""
+    return gamma * v - mh
+
+def belief(mh, v, gamma):
+    """MH - alpha V, one projection of the token's whole vector, all heads together.  [BF Eq. 10]"""
+    mh_v, v_v = inner(mh, v)
+    return orthogonal(mh, v, mh_v.sum(-2, keepdim=True), v_v.sum(-2, keepdim=True))
+
+def belief_head(mh, v, gamma):
+    """MH - beta V, a projection in every head; since 2026 Exclusive Self Attention.  [BF Eq. 13]"""
+    return orthogonal(mh, v, *inner(mh, v))
+
+def belief_star(mh, v, gamma):
+    """MH - alpha V and MH - beta V, each with an output matrix of its own.  [BF Eq. 15]"""
+    mh_v, v_v = inner(mh, v)
+    delta = orthogonal(mh, v, mh_v.sum(-2, keepdim=True), v_v.sum(-2, keepdim=True))
+    return delta, orthogonal(mh, v, mh_v, v_v)
+
+def softmax_scaled(mh, v, gamma):
+    """gamma MH, a control: AttentionX's larger branch without its V."""
+    return gamma * mh
+
+def value_skip(mh, v, gamma):
+    """MH + V, a control: AttentionX's V without its minus sign."""
+    return mh + v
+
+ATTENTION = {
+    'softmax': softmax, 'attentionx': attentionx, 'attentionx-v1': attentionx_v1,
+    'belief': belief, 'belief-head': belief_head, 'belief-star': belief_star,
+    'softmax-scaled': softmax_scaled, 'value-skip': value_skip,
+}
+
+def default_gamma(attention, zero_diag, gamma=None):
+    """Gamma, or where it is None the papers' choice.  [AX2 Sec. 3.2]  ValueError out of range."""
+    if gamma is None:
+        return 0.5 if attention == 'attentionx-v1' else 1.0 if zero_diag else 3.0
+    if attention == 'attentionx' and not gamma >= 1:
+        raise ValueError(f'--gamma {gamma:g}: attentionx takes [1, inf), attentionx-v1 (0, 1]')
+    if attention == 'attentionx-v1' and not 0 < gamma <= 1:
+        raise ValueError(f'--gamma {gamma:g}: attentionx-v1 takes (0, 1], attentionx [1, inf)')
+    return gamma
+
+# ------------------------------------ 4. model ------------------------------------
+
+def rotate(x, past=0):
+    """Rotary position embedding, base 10000, of x (B, T, nh, hs) from position `past` on."""
+    T, hs = x.size(1), x.size(3)
+    inv_freq = 10000 ** -(torch.arange(0, hs, 2, device=x.device).float() / hs)
+    angle = torch.outer(torch.arange(past, past + T, device=x.device).float(), inv_freq)
+    cos, sin = (f(angle)[:, None, :].to(x.dtype) for f in (torch.cos, torch.sin))  # (T, 1, hs/2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+class RMSNorm(nn.Module):
+    """x / rms(x) over the channels, no parameters, in float32 at least."""
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose weights, scaled by their mean size, are rounded to float8 e5m2."""
+
+    def forward(self, x):
+        w = self.weight.detach()
+        scale = w.abs().mean()
+        rounded = (w / scale).to(torch.float8_e5m2).to(w.dtype) * scale
+        return F.linear(x, self.weight + (rounded - w))  # the gradient goes straight through
+
+def make_norm(config):
+    return RMSNorm() if config.arch == 'rotary' else nn.LayerNorm(config.n_embd, bias=config.bias)
+
+class CausalSelfAttention(nn.Module):
+
+    def __init__(self, config, linear):
+        super().__init__()
+        C = config.n_embd
+        self.config = config
+        self.gamma = default_gamma(config.attention, config.zero_diag, config.gamma)
+        self.c_attn = linear(C, 3 * C, bias=config.bias)
+        self.c_proj = linear(C, C, bias=config.bias)                        # W^o
+        if config.attention == 'belief-star':
+            self.c_proj_s = linear(C, C, bias=False)                        # W^s
+
+    def qkv(self, x, past=0):
+        """x (B, T, C), its first token at position `past` -> q, k, v (B, T, nh, hs)."""
+        B, T, C = x.size()
+        nh = self.config.n_head
+        q, k, v = self.c_attn(x).view(B, T, 3, nh, C // nh).unbind(2)       # (B, T, nh, hs)
+        return (rotate(q, past), rotate(k, past), v) if self.config.arch == 'rotary' else (q, k, v)
+
+    def project(self, update):
+        """What a function of ATTENTION returns -> (B, T, C)."""
+        if isinstance(update, tuple):
+            delta, delta_s = update
+            return self.c_proj(delta.flatten(2)) + self.c_proj_s(delta_s.flatten(2))  # [BF Eq. 15]
+        return self.c_proj(update.flatten(2))
+
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C). `cache`, a dict, keeps k and v of all tokens so far."""
+        q, k, v = self.qkv(x, past=cache['k'].size(2) if cache else 0)
+        own = v                                                             # (B, T, nh, hs)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                    # (B, nh, T, hs)
+        if cache:
+            k, v = torch.cat([cache['k'], k], dim=2), torch.cat([cache['v'], v], dim=2)
+        if cache is not None:
+            cache.update(k=k, v=v)
+        dropout = self.config.dropout if self.training else 0.0
+        mh = multi_head(q, k, v, self.config.zero_diag, dropout)            # (B, T, nh, hs)
+        return self.project(ATTENTION[self.config.attention](mh, own, self.gamma))
+
+class MLP(nn.Module):
+
+    def __init__(self, config, linear):
+        super().__init__()
+        self.c_fc = linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+class Block(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        linear = Float8Linear if config.fp8_weights else nn.Linear
+        self.ln_1 = make_norm(config)
+        self.attn = CausalSelfAttention(config, linear)
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config, linear)
+        self.drop = nn.Dropout(config.dropout)
+        self.attn_scale = (2 * config.n_layer) ** -0.5 if config.arch == 'rotary' else 1.0
+
+    def forward(self, x, cache=None):
+        x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x), cache))
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+LOGITS = 2 ** 25  # logits held at once: 128 MB in float32
+
+def token_losses(x, weight, targets):
+    """Cross-entropy, nats, of features x (N, C) and targets (N,) under logits x W^T -> (N,).
+
+    With 50,000 tokens the logits outweigh the model. So they are made, used and forgotten chunk by
+    chunk, and made again in the backward pass: one more product with W, no memory that grows with N.
+    """
+    def chunk(x, targets):
+        return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1, reduction='none')
+    rows = max(1, LOGITS // weight.size(0))
+    return torch.cat([checkpoint(chunk, a, b, use_reentrant=False, preserve_rng_state=False)
+                      for a, b in zip(x.split(rows), targets.split(rows))])
+
+class GPT(nn.Module):
+    """nanoGPT's GPT-2 or, by config.arch, the rotary one, with the originals' state-dict keys."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        modules = dict(wte=nn.Embedding(config.vocab_size, config.n_embd))
+        if config.arch == 'gpt2':
+            modules['wpe'] = nn.Embedding(config.block_size, config.n_embd)
+        modules['drop'] = nn.Dropout(config.dropout)
+        modules['h'] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        modules['ln_f'] = make_norm(config)
+        self.transformer = nn.ModuleDict(modules)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        for name, p in self.named_parameters():
+            self.init_parameter(name, p)
+
+    @torch.no_grad()
+    def init_parameter(self, name, p):
+        """Each tensor has a generator of its own, so that variants start alike where they are."""
+        c = self.config
+        generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
+        if p.dim() < 2:
+            p.fill_(1.0 if name.endswith('weight') else 0.0)
+        elif c.arch == 'rotary':
+            p.uniform_(-p.size(1) ** -0.5, p.size(1) ** -0.5, generator=generator)
+        else:
+            std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
+            p.normal_(0.0, std, generator=generator)
+
+    def features(self, idx, cache=None):
+        """idx (B, T) -> what the output layer sees, (B, T, C)."""
+        x = self.transformer.wte(idx)                                       # (B, T, C)
+        if self.config.arch == 'gpt2':
+            past = cache[0]['k'].size(2) if cache and cache[0] else 0
+            position = torch.arange(past, past + idx.size(1), device=idx.device)
+            x = self.transformer.drop(x + self.transformer.wpe(position))
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, cache[i] if cache else None)
+        return self.transformer.ln_f(x)
+
+    def forward(self, idx, targets=None, cache=None):
+        """idx, targets (B, T) -> logits (B, T, V), loss in nats per token; targets -1 don't count.
+
+        Without targets: logits of the last position only (B, 1, V), loss None. Where they would be
+        more than LOGITS numbers, logits never exist as a whole, and None stands in their place.
+        `cache`, one dict per layer, empty at first, lets idx continue the tokens of earlier calls.
+        """
+        x = self.features(idx, cache)
+        if targets is None:
+            return self.lm_head(x[:, [-1]]), None
+        if targets.numel() * self.config.vocab_size <= LOGITS:
+            logits = self.lm_head(x)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        losses = token_losses(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return None, losses.sum() / (targets != -1).sum()
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
+        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token.
+
+        Past block_size the window slides as nanoGPT's does: every position shifts, nothing cached
+        holds any longer, and each further token costs a pass over the whole window.
+        """
+        cache = [{} for _ in self.transformer.h]
+        for _ in range(max_new_tokens):
+            if use_cache and idx.size(1) <= self.config.block_size:
+                new = idx[:, cache[0]['k'].size(2):] if cache[0] else idx
+                logits, _ = self(new, cache=cache)
+            else:
+                logits, _ = self(idx[:, -self.config.block_size:])
+            logits = logits[:, -1].float()                                  # (B, V)
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k:
+                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
+                    logits = logits.masked_fill(logits < kth, -math.inf)
+                token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
+            idx = torch.cat([idx, token], dim=1)
+        return idx
+
+# ------------------------------------ 5. data ------------------------------------
+
+def get_tokenizer(name):
+    """`bytes` (256 tokens, no files needed) or `gpt2` (from tiktoken's cache or the network)."""
+    import tiktoken
+    if name == 'bytes':
+        return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
+                                 mergeable_ranks={bytes([i]): i for i in range(256)})
+    try:
+        return tiktoken.get_encoding('gpt2')
+    except Exception as e:  # whatever the network or the cache may raise
+        fail(f'tiktoken cannot get its gpt2 files ({type(e).__name__}): go online once, name a '
+             'folder that has them in TIKTOKEN_CACHE_DIR, or use --tokenizer bytes')
+
+def load_text(config):
+    """config.data -> train and val (tokens), tokenizer, vocab_size, about, stamp (changes with the
+    data), bytes_per_token (of the validation text; None: unknown)."""
+    path = Path(config.data)
+    if config.data == 'builtin':
+        files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
+        parts = [f.read_text('utf-8', errors='replace') for f in files]
+        val = parts[9::10]
+        del parts[9::10]
+        about = "the source of Python %d.%d's standard library" % sys.version_info[:2]
+        text = encode(''.join(parts), ''.join(val), about, config.tokenizer)
+    elif path.is_file():
+        try:
+            whole = path.read_text('utf-8')
+        except ValueError as e:
+            fail(f'--data {path} is not utf-8 text ({e})')
+        cut = len(whole) * 9 // 10
+        text = encode(whole[:cut], whole[cut:], f'{path}, the last tenth held out', config.tokenizer)
+    else:
+        text = load_bins(path if path.is_dir() else Path('data', config.data))
+    for name, tokens in (('training', text.train), ('validation', text.val)):
+        if len(tokens) <= config.block_size + 1:
+            fail(f'--data {config.data}: {len(tokens)} {name} tokens do not fill a window; give more '
+                 f'text or a --block-size under {config.block_size}')
+    return text
+
+def encode(train, val, about, tokenizer):
+    encoding = get_tokenizer(tokenizer)
+    tokens = [np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in (train, val)]
+    return SimpleNamespace(
+        train=tokens[0], val=tokens[1], tokenizer=tokenizer, vocab_size=encoding.n_vocab,
+        about=f'{about}, {tokenizer} tokens', stamp=zlib.crc32((train + val).encode()),
+        bytes_per_token=len(val.encode()) / max(1, len(tokens[1])))
+
+def load_bins(folder):
+    """A folder with train.bin and val.bin (uint16 tokens, nanoGPT's format) and meta.json."""
+    if not folder.is_dir():
+        fail(f'--data {folder}: no such file or folder; `python prepare_data.py --list` names more')
+    try:
+        meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+        train, val = (np.memmap(folder / name, np.uint16, 'r') for name in ('train.bin', 'val.bin'))
+        known = meta.get('bytes', {}).get('val')
+        if meta['tokenizer'] not in ('bytes', 'gpt2'):
+            raise ValueError(f'tokenizer {meta["tokenizer"]!r}')
+        return SimpleNamespace(
+            train=train, val=val, tokenizer=meta['tokenizer'], vocab_size=int(meta['vocab_size']),
+            about=f'{folder}: {meta.get("source", "")}, {meta["tokenizer"]} tokens',
+            stamp=[(f.stat().st_size, f.stat().st_mtime) for f in sorted(folder.glob('*.bin'))],
+            bytes_per_token=known / len(val) if known else None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        fail(f'{folder} is no prepared text ({type(e).__name__}: {e}): it needs train.bin and val.bin '
+             'of uint16 tokens and meta.json, say {"tokenizer": "gpt2", "vocab_size": 50257}')
+
+def windows(tokens, starts, config, device):
+    """The tokens from each start on, and the same one step later: two of (B, T), int64."""
+    x = np.stack([tokens[s:s + config.block_size + 1] for s in starts]).astype(np.int64)
+    if x.max() >= config.vocab_size:
+        fail(f'--data {config.data} has token {x.max()} in a vocabulary of {config.vocab_size}: '
+             'its meta.json belongs to other .bin files')
+    x = torch.from_numpy(x)
+    x = x.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else x.to(device)
+    return x[:, :-1], x[:, 1:]
+
+# --- harness (identical in all four scripts; test_all.py checks)
+SCRIPT = Path(__file__).stem
+RANK, WORLD = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes', 'device',
+        'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
+
+def fail(message):
+    print(f'{SCRIPT}: error: {message}', file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+@functools.cache
+def flags():
+    """{field: (type, default, condition on x, help)}, read from the lines of Config."""
+    line = r'^    (\w+): \w+ = .+? # (?:([^:\n]*\bx\b[^:\n]*): )?(.*)$'
+    known = {f.name: (f.type, f.default) for f in fields(Config)}
+    return {name: (*known[name], condition, words)
+            for name, condition, words in re.findall(line, inspect.getsource(Config), re.M)}
+
+def check(config):
+    """ValueError where a field breaks the condition that its comment opens with."""
+    for name, (_, default, condition, _) in flags().items():
+        x = getattr(config, name)
+        if condition and x is not default and not eval(condition, globals(), dict(x=x)):
+            condition = re.sub('[A-Z]+', lambda m: ', '.join(globals()[m[0]]), condition)
+            raise ValueError(f'--{name.replace("_", "-")} {x}: wants {condition}')
+
+def parse(argv, actions):
+    """argv -> function of the action, its options, Config, the Config fields given explicitly."""
+    argv = [re.sub(r'^--[a-z]\w*', lambda m: m[0].replace('_', '-'), word)
+            for word in (sys.argv[1:] if argv is None else argv)]
+    action = argv.pop(0) if argv and argv[0][:1] != '-' else 'train'
+    if action not in actions:
+        fail(f'unknown action {action!r}: choose from {", ".join(actions)}')
+    function, options, words = actions[action]
+    p = argparse.ArgumentParser(f'{SCRIPT}.py {action}', allow_abbrev=False,
+                                description=f'{words} Actions: {", ".join(actions)}.')
+    p.error = lambda message: fail(f'{message} (see --help)')
+    for name, how in options.items():
+        p.add_argument(name, **how)
+    p.add_argument('--preset', choices=PRESETS, help='named settings (default: tiny; t4 on CUDA)')
+    for name, (kind, default, condition, words) in flags().items():
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
+        words = f'{words} {condition and f"({condition})"} [{default}]'
+        p.add_argument('--' + name.replace('_', '-'), *['--lr'] * (name == 'learning_rate'),
+                       default=argparse.SUPPRESS, help=words, **how)
+    chosen = vars(p.parse_args(argv))
+    given = {name: chosen.pop(name) for name in flags() if name in chosen}
+    try:
+        device = pick_device(Config(device=given.get('device', 'auto')))[0]
+        preset = chosen.pop('preset') or ('t4' if device.type == 'cuda' else 'tiny')
+        return function, chosen, Config(**{**PRESETS[preset], **given}), given
+    except ValueError as e:
+        fail(e)
+
+def pick_device(config):
+    """Device, dtype of products, and why. CUDA before capability 8 only emulates bfloat16."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
+    dtype, why = 'float32', f'{torch.get_num_threads()} CPU threads'
+    try:
+        device = torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError) as e:
+        fail(f'--device {name} cannot be used here: {str(e).splitlines()[0]}')
+    if device.type == 'cuda':
+        major, minor = torch.cuda.get_device_capability(device)
+        dtype = 'bfloat16' if major >= 8 else 'float16'
+        why = f'{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}'
+    return device, getattr(torch, dtype if config.dtype == 'auto' else config.dtype), why
+
+def save_checkpoint(path, state):
+    """Write beside `path`, flush to the disk, rename: whatever happens, a whole file is there."""
+    temporary = path.with_suffix('.tmp')
+    try:
+        with open(temporary, 'wb') as f:
+            torch.save(dict(state, script=SCRIPT), f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:
+        temporary.unlink(missing_ok=True)
+        fail(f'cannot write {path} ({str(e).splitlines()[0]}); an older checkpoint there is intact')
+
+def load_checkpoint(path):
+    """A checkpoint of this script, or one line on why it is none. Runs no code from the file."""
+    try:
+        if damaged := zipfile.ZipFile(path).testzip():  # every tensor in it has a CRC-32
+            raise ValueError(f'{damaged} does not match its checksum')
+        state = torch.load(path, map_location='cpu', weights_only=True)
+        if state['script'] != SCRIPT:
+            raise ValueError(f'{state["script"]}.py wrote it')
+        return state
+    except Exception as e:  # the two raise any of half a dozen kinds
+        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {" ".join(str(e).split())[:200]}')
+
+def open_run(config, given, resume=None):
+    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
+    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
+    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
+    if resume in ('auto', 'newest'):
+        pattern = (name + '*' if set(given) - FREE else '*') + '/ckpt.pt'
+        runs = sorted(base.glob(pattern), key=os.path.getmtime)
+        if not runs and resume == 'newest':
+            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
+        resume = runs and runs[-1]
+    if resume:
+        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
+        state = load_checkpoint(path)
+        for key in set(given) - FREE:
+            if given[key] != state['config'][key]:
+                fail(f'--{key.replace("_", "-")} {given[key]}: {path} has {state["config"][key]}')
+        config = Config(**state['config'])
+        return replace(config, **{k: given[k] for k in FREE & set(given)}), path.parent, state
+    for n in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = base / (name + f'-{n}' * (n > 1))
+            if RANK == 0:
+                folder.mkdir(parents=True)
+            return config, folder, None
+
+def write_csv(path, rows):
+    with open(path, 'w', newline='', encoding='utf-8') as f:
+        table = csv.DictWriter(f, list(dict.fromkeys(itertools.chain(*rows))))
+        table.writeheader()
+        table.writerows(rows)
+
+def schedule(it, c):
+    """Factor on the learning rate in step `it`, counted from 0."""
+    if it < c.warmup_iters:
+        return (it + 1) / (c.warmup_iters + (c.schedule == 'cosine'))  # as the originals count
+    if c.schedule == 'cosine':
+        done = min(1, (it - c.warmup_iters) / max(1, c.max_iters - c.warmup_iters))
+        return 1 - (1 - c.min_lr / c.learning_rate) * 0.5 * (1 - math.cos(math.pi * done))
+    return min(1, (c.max_iters - it) / (c.warmdown_iters or 1)) if c.schedule == 'trapezoid' else 1
+
+def fit(task, config, folder, state=None, label=''):
+    """Train `task` in `folder`, from checkpoint `state` if there is one -> latest figures and log.
+    A task has model, optimizer(), batch(step, rows), loss(model, batch), evaluate() -> {name: x},
+    `unit` and `per_row` (units in a row). Batch, dropout and learning rate follow from seed and
+    step, so that model, optimiser and scaler are all there is to resume."""
+    device, dtype, _ = pick_device(config)
+    autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
+    model, optimizer = task.model, parts['optimizer']
+    it, seconds, losses, log = json.loads(state['progress']) if state else (0, 0.0, [], [])
+    saved = it if state else -1
+    for name in parts if state else ():
+        parts[name].load_state_dict(state[name])
+    n = config.batch_size * config.grad_accum_steps
+    if n % WORLD:
+        fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
+    micros = [range(n)[RANK::WORLD][i:i + config.batch_size]
+              for i in range(0, n // WORLD, config.batch_size)]
+    wrapped = torch.compile(model) if config.compile else model
+    wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
+    caught, halt, spoke, wrote, began = [], False, *[time.time()] * 3
+    handlers = {number: signal.signal(number, lambda number, _: caught.append(number))
+                for number in (signal.SIGINT, signal.SIGTERM)}
+    while True:
+        done = it == config.max_iters
+        due = done or it % config.eval_interval == 0
+        if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
+            row = dict(iter=it, seconds=seconds, loss=statistics.fmean(losses) if losses else None)
+            if due:
+                model.eval()
+                with torch.no_grad(), autocast():
+                    row.update(task.evaluate())
+                model.train()
+            line = f'{label}step {it}/{config.max_iters}' + ''.join(
+                f' | {k} {v:.4f}' for k, v in list(row.items())[2:] if v is not None)
+            if losses:
+                pace = (seconds - log[-1]['seconds']) / len(losses)
+                line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
+                         f' | {(config.max_iters - it) * pace / 60:.1f} min left')
+            keep = due or time.time() - spoke > 30  # away from a terminal only these lines appear
+            if keep or sys.stdout.isatty():
+                print('\r\033[K' * sys.stdout.isatty() + line, end='\n' * keep, flush=True)
+            spoke = time.time() if keep else spoke
+            losses, log = [], [*log, row]
+        if RANK == 0 and it != saved and (due or halt or time.time() - wrote > 300):
+            save_checkpoint(folder / 'ckpt.pt', dict(
+                {name: part.state_dict() for name, part in parts.items()}, config=asdict(config),
+                progress=json.dumps([it, seconds, losses, log])))
+            write_csv(folder / 'log.csv', log)
+            saved, wrote = it, time.time()
+        if done or halt:
+            break
+        clock = time.time()
+        torch.manual_seed((config.seed * 10 ** 9 + it) * WORLD + RANK)
+        for group in optimizer.param_groups:
+            group['lr'] = group.setdefault('initial_lr', group['lr']) * schedule(it, config)
+        loss = torch.zeros((), device=device)
+        for rows in micros:
+            wrapped.require_backward_grad_sync = rows == micros[-1]  # processes talk once per step
+            with autocast():
+                part = task.loss(wrapped, task.batch(it, rows)) * (len(rows) * WORLD / n)
+            scaler.scale(part).backward()
+            loss += part.detach()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        stop = caught or 0 < config.max_minutes < (time.time() - began) / 60
+        figures = torch.stack([loss, norm, torch.full_like(loss, bool(stop))]) / WORLD
+        if WORLD > 1:
+            dist.all_reduce(figures)
+        loss, norm, halt = figures.tolist()
+        if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+            fail(f'loss {loss:g} with gradient norm {norm:g} in step {it}: lower --learning-rate; '
+                 f'{folder / "ckpt.pt"} holds step {saved}, from before')
+        scaler.step(optimizer)  # leaves out a step whose float16 gradients overflowed
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        it, seconds, losses = it + 1, seconds + time.time() - clock, losses + [loss]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if halt:
+        print(f'stopped after step {it} and saved; go on with --resume {folder}')
+    if caught:
+        raise SystemExit(128 + caught[0])
+    return dict({k: v for row in log for k, v in row.items()}, folder=folder, log=log)
+# --- end of harness
+
+# ------------------------------------ 7. evaluation and pictures ----------------------------------
+
+class Task:
+    """Language modelling as the harness sees it."""
+    unit, metric = 'tokens', 'val_loss'
+
+    def __init__(self, config):
+        self.text, self.device = load_text(config), pick_device(config)[0]
+        self.config = replace(config, tokenizer=self.text.tokenizer,
+                              vocab_size=max(config.vocab_size, self.text.vocab_size))
+        self.model, self.per_row = GPT(self.config), config.block_size
+        if config.init:
+            load_weights(self.model, config.init)
+        self.model.to(self.device)
+        last, n = len(self.text.val) - config.block_size - 1, config.eval_iters * config.batch_size
+        self.val_starts = np.unique(np.linspace(0, last, n).astype(np.int64))
+
+    def optimizer(self):
+        """AdamW; matrices and embeddings decay, gains and biases do not."""
+        c, params = self.config, list(self.model.parameters())
+        groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=c.weight_decay),
+                  dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
+        return torch.optim.AdamW([g for g in groups if g['params']], lr=c.learning_rate,
+                                 betas=(c.beta1, c.beta2), fused=self.device.type == 'cuda')
+
+    def batch(self, step, rows):
+        c, last = self.config, len(self.text.train) - self.config.block_size
+        n = c.batch_size * c.grad_accum_steps
+        starts = np.random.default_rng([c.seed, step]).integers(last, size=n)
+        return windows(self.text.train, starts[list(rows)], c, self.device)
+
+    def loss(self, model, batch):
+        return model(*batch)[1]
+
+    def evaluate(self):
+        """Loss on the same windows every time, spread evenly over the validation text."""
+        c, total = self.config, 0
+        for i in range(0, len(self.val_starts), c.batch_size):
+            x, y = windows(self.text.val, self.val_starts[i:i + c.batch_size], c, self.device)
+            x, w = self.model.features(x).flatten(0, 1), self.model.lm_head.weight
+            total = total + token_losses(x, w, y.flatten()).view(y.shape).sum(0)
+        self.by_position = (total / len(self.val_starts)).tolist()
+        loss, known = statistics.fmean(self.by_position), self.text.bytes_per_token
+        return dict(val_loss=loss, **{'val_bpb': loss / math.log(2) / known} if known else {})
+
+def load_weights(model, path):
+    """Fill `model` from a checkpoint of this script, of nanoGPT or of `casted`: they share keys."""
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True)
+        model.load_state_dict({  # what they keep besides, masks and frequencies, is computed here
+            re.sub(r'^(module\.|_orig_mod\.)+', '', key): value
+            for key, value in state.get('model', state).items()
+            if not key.endswith(('.attn.bias', '.inv_freq'))})
+    except Exception as e:
+        fail(f'--init {path} does not fit: {" ".join(str(e).split())[:200]}')
+
+def bigram_loss(text, starts, length):
+    """Nats per token of a bigram model on validation windows: what pairs of tokens alone can do.
+
+    Counted on 20 million training tokens at most, smoothed by unigrams (Witten and Bell).
+    """
+    train, V = text.train[:20_000_000].astype(np.int64), text.vocab_size
+    unigram = (np.bincount(train, minlength=V) + 1) / (len(train) + V)
+    pairs, counts = np.unique(train[:-1] * V + train[1:], return_counts=True)
+    times, kinds = np.bincount(train[:-1], minlength=V), np.bincount(pairs // V, minlength=V) + 1
+    val = np.stack([text.val[s:s + length + 1] for s in starts]).astype(np.int64)
+    x, y = val[:, :-1], val[:, 1:]
+    at = np.searchsorted(pairs, x * V + y).clip(max=len(pairs) - 1)
+    seen = np.where(pairs[at] == x * V + y, counts[at], 0)
+    return -np.log((seen + kinds[x] * unigram[y]) / (times[x] + kinds[x])).mean()
+
+@torch.no_grad()
+def diagnose(model, idx):
+    """What attention does with idx (B, T): for each layer a dict of means over the tokens.
+
+    update ||Phi|| or ||Delta||, mh ||MH||, alpha <MH,V>/<V,V>, p_own the weight of the own token,
+    cos_update and cos_mh the cosine between X and either of them after W^o.
+    """
+    inputs, rows, c = [], [], model.config
+    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in model.transformer.h]
+    model.features(idx)
+    for hook in hooks:
+        hook.remove()
+    for block, x in zip(model.transformer.h, inputs):
+        q, k, v = block.attn.qkv(block.ln_1(x))                             # (B, T, nh, hs)
+        mh = multi_head(*(t.transpose(1, 2) for t in (q, k, v)), zero_diag=c.zero_diag)
+        update = ATTENTION[c.attention](mh, v, block.attn.gamma)
+        update = update[0] if isinstance(update, tuple) else update
+        scores = torch.einsum('bqhd,bkhd->bhqk', q, k) / math.sqrt(q.size(-1))
+        scores = scores + torch.full_like(scores, -math.inf).triu(1)        # (B, nh, T, T)
+        p_own = scores.softmax(-1).diagonal(dim1=2, dim2=3) * (not c.zero_diag)
+        mh_v, v_v = (t.sum(-2) for t in inner(mh, v))
+        cosines = [F.cosine_similarity(block.attn.c_proj(t.flatten(2)), x, dim=-1)
+                   for t in (update, mh)]
+        figures = [update.flatten(2).norm(dim=-1), mh.flatten(2).norm(dim=-1),
+                   mh_v / v_v.clamp_min(1e-30), p_own, *cosines]
+        rows.append(dict(zip(('update', 'mh', 'alpha', 'p_own', 'cos_update', 'cos_mh'),
+                             (t.float().mean().item() for t in figures)), layer=len(rows)))
+    return rows
+
+def points(rows, x, y):
+    """The (x, y) of the rows that have both."""
+    return [(row[x], row[y]) for row in rows if row.get(y) is not None]
+
+def sparkline(values):
+    """A curve in one line of text."""
+    values = values[::-(-len(values) // 60)]
+    low, high = min(values), max(values)
+    return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
+
+def draw(path, panels):
+    """panels: (title, x label, {line: [(x, y), ...]}) -> names of the files made."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f'no {path.name}: pictures want `pip install matplotlib`')
+        return []
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    across, down = min(3, len(panels)), -(-len(panels) // 3)
+    figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
+    for axis, (title, label, lines) in zip(axes.flat, panels):
+        for i, (name, line) in enumerate(lines.items()):
+            color = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
+            axis.plot(*zip(*line), label=name, color=color)
+        axis.set(title=title, xlabel=label)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path.name]
+
+# ------------------------------------ 8. actions ------------------------------------
+
+def start(config, given, resume=None):
+    """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
+    if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
+        print(f'data/{config.data} is not there, so this runs on built-in text; the recipe wants '
+              f'`python prepare_data.py {config.data}`')
+        config = replace(config, data='builtin')
+    config, folder, state = open_run(config, given, resume)
+    task = Task(config)
+    c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
+    formula = ATTENTION[c.attention].__doc__.split('  ')[0].rstrip('.')
+    print(f'model   {c.variant}: {formula} (gamma {task.model.transformer.h[0].attn.gamma:g})\n'
+          f'        {c.arch}, {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, '
+          f'{count(task.model):,} parameters\n'
+          f'data    {text.about}: {len(text.train):,}, and {len(text.val):,} for validation\n'
+          f'device  {device}, {str(dtype)[6:]} ({why})\n'
+          f'run     {folder}' + ', resumed' * bool(state))
+    return task, folder, state
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+def train(options, config, given):
+    task, folder, state = start(config, given, options['resume'])
+    result = fit(task, task.config, folder, state)
+    if RANK == 0:
+        report(task, folder, result)
+    return result
+
+def report(task, folder, result):
+    """What came out: losses, a sample, and where everything is."""
+    c, text = task.config, task.text
+    lines = {name: points(result['log'], 'iter', key) for name, key in
+             (('training', 'loss'), ('validation', 'val_loss'))}
+    values = [y for _, y in lines['training'] or lines['validation']]
+    print(f'loss    {sparkline(values)} {values[0]:.2f} to {values[-1]:.2f}')
+    bits = f', {result["val_bpb"]:.3f} bits per byte' if 'val_bpb' in result else ''
+    print(f'result  validation loss {result["val_loss"]:.3f} nats per token{bits}; a bigram model '
+          f'of the same text: {bigram_loss(text, task.val_starts, c.block_size):.3f}')
+    if hasattr(task, 'by_position'):
+        cuts = [0] + [2 ** i for i in range(c.block_size.bit_length() - 1)] + [c.block_size]
+        print('        up to position ' + ', '.join(
+            f'{b}: {statistics.fmean(task.by_position[a:b]):.2f}' for a, b in zip(cuts, cuts[1:])))
+    files = draw(folder / 'curves.png', [('nats per token', 'step', lines)])
+    print(f'files   {folder}: {", ".join(["ckpt.pt", "log.csv"] + files)}')
+    with contextlib.suppress(SystemExit):  # no tokenizer, no sample; the run is good all the same
+        encoding = get_tokenizer(c.tokenizer)
+        idx = torch.tensor([encoding.encode_ordinary('\n')], device=task.device)
+        out = task.model.eval().generate(idx, 300, temperature=0.7)[0]
+        print('sample  ' + decode(encoding, out).strip().replace('\n', '\n        '))
+
+def decode(encoding, tokens):
+    """Tokens -> text; those that only pad the vocabulary are left out."""
+    return encoding.decode([t for t in tokens.tolist() if t < encoding.n_vocab])
+
+def sample(options, config, given):
+    config, folder, state = open_run(config, given, options['resume'] or 'newest')
+    prompt, n, length = options['prompt'], options['num_samples'], options['max_new_tokens']
+    if prompt.startswith('FILE:'):
+        prompt = Path(prompt[5:]).read_text('utf-8')
+    if not prompt or min(n, length) < 1 or options['temperature'] < 0:
+        fail('--prompt must not be empty, --num-samples and --max-new-tokens at least 1, '
+             '--temperature at least 0')
+    encoding, device = get_tokenizer(config.tokenizer), pick_device(config)[0]
+    model = GPT(config).to(device).eval()
+    model.load_state_dict(state['model'])
+    torch.manual_seed(config.seed)
+    idx = torch.tensor([encoding.encode_ordinary(prompt)] * n, device=device)
+    out = model.generate(idx, length, options['temperature'], options['top_k'])
+    texts = [decode(encoding, tokens) for tokens in out]
+    print(('\n' + '-' * 80 + '\n').join(texts))
+    return dict(samples=texts, tokens=out.tolist(), folder=folder)
+
+def cases_of(options):
+    """{name: settings}: a paper's table, or every combination of --over FIELD=A,B."""
+    if options['table']:
+        return TABLES[options['table']]
+    cases = {'': {}}
+    for spec in options['over'] or ['attention=' + ','.join(ATTENTION)]:
+        field, _, values = spec.partition('=')
+        field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
+        if field not in flags() or not values:
+            fail(f'--over {spec}: wants FIELD=VALUE,VALUE with a field that --help names')
+        kind = flags()[field][0]
+        try:
+            kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
+            cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
+                     for name, case in cases.items() for text in values.split(',')}
+        except (ValueError, KeyError) as e:
+            fail(f'--over {spec}: {e}')
+    return cases
+
+def compare(options, config, given):
+    """Train every case with every seed on equal batches. A run is named by all that it depends on,
+    so one that is finished is not repeated, and one that was interrupted goes on."""
+    base, runs = Path(config.out_dir, SCRIPT, 'compare'), {}
+    try:
+        plan = [(name, replace(config, **{**case, 'seed': int(seed)}))
+                for seed in options['seeds'].split(',') for name, case in cases_of(options).items()]
+    except ValueError as e:
+        fail(f'compare: {e}')
+    for i, (name, c) in enumerate(plan):
+        task = Task(c)
+        facts = [asdict(c), task.text.stamp, torch.__version__, Path(__file__).read_text('utf-8')]
+        mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+        folder = base / f'{re.sub("[^a-z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
+        folder.mkdir(parents=True, exist_ok=True)
+        state, path = None, folder / 'ckpt.pt'
+        if path.exists():
+            state = load_checkpoint(path)
+            print(f'{path} is there: step {json.loads(state["progress"])[0]} of {c.max_iters}')
+        result = fit(task, task.config, folder, state, f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: ')
+        if result['iter'] < c.max_iters:
+            fail('--max-minutes are over; the same command goes on from here')
+        runs.setdefault(name, []).append(dict(result, parameters=count(task.model)))
+    return tabulate(runs, base, Task.metric)
+
+def tabulate(runs, base, metric):
+    """Print a comparison, {case: [result of every seed]}, and write it as csv and png."""
+    table, first = [], next(iter(runs.values()))
+    spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
+    print(f'\n{"":24}{"parameters":>12}{metric:>19}{"against first row":>20}{"t":>7}{"seconds":>9}')
+    for case, mine in runs.items():
+        values, gaps = [r[metric] for r in mine], [r[metric] - f[metric] for r, f in zip(mine, first)]
+        row = dict(case=case, seeds=len(mine), parameters=mine[0]['parameters'],
+                   mean=statistics.fmean(values), sd=spread(values), difference=statistics.fmean(gaps),
+                   difference_sd=spread(gaps), seconds=statistics.fmean(r['seconds'] for r in mine))
+        row['t'] = row['difference'] / (row['difference_sd'] / len(gaps) ** 0.5 or math.nan)
+        print('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
+              '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**row))
+        table.append(row)
+    write_csv(base / 'compare.csv', table)
+    average = lambda mine, x: [tuple(map(statistics.fmean, zip(*at)))  # over the seeds
+                               for at in zip(*(points(r['log'], x, metric) for r in mine))]
+    files = draw(base / 'compare.png', [
+        (metric, label, {case: average(mine, x) for case, mine in runs.items()})
+        for x, label in (('iter', 'step'), ('seconds', 'seconds of training'))])
+    print(f'{base}: {", ".join(["compare.csv"] + files)}')
+    return {row['case']: row for row in table}
+
+def bench(options, config, given):
+    """Time training step and inference of the cases in turn, so that noise meets all alike."""
+    device, dtype, why = pick_device(config)
+    autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
+    rounds, times, rows, cases = options['rounds'], {}, {}, cases_of(options)
+    if rounds < 2:
+        fail('--rounds must be at least 2')
+
+    def step(task, training):
+        with autocast(), torch.set_grad_enabled(training):
+            loss = task.loss(task.model.train(training), task.first_batch)
+        if training:
+            loss.backward()
+            task.adam.step()
+            task.adam.zero_grad()
+        return loss.item()  # waits for the device
+
+    for name, case in cases.items():
+        cases[name] = task = Task(replace(config, **case))
+        task.first_batch, task.adam = task.batch(0, range(config.batch_size)), task.optimizer()
+        kept, ours = {}, {p.data_ptr() for p in task.model.parameters()}
+        def note(t):
+            if t.untyped_storage().data_ptr() not in ours:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            step(task, True)
+        rows[name] = dict(case=name, parameters=count(task.model), saved_mb=sum(kept.values()) / 2 ** 20)
+    print(f'{device}, {str(dtype)[6:]} ({why}); batch {config.batch_size}, {rounds} rounds')
+    for _ in range(rounds + 2):  # two to warm up
+        for name, task in cases.items():
+            for training in (True, False):
+                clock = time.perf_counter()
+                step(task, training)
+                times.setdefault((name, training), []).append(time.perf_counter() - clock)
+    for (name, training), own in times.items():
+        base, word = times[next(iter(cases)), training], 'train' if training else 'infer'
+        low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], base[2:])], n=4)
+        ms = 1e3 * statistics.median(own[2:])
+        rows[name].update({f'{word}_ms': ms, f'{word}_ratio': ratio, f'{word}_iqr': high - low,
+                           f'{task.unit}/s': 1e3 * config.batch_size * task.per_row / ms})
+    for row in [dict.fromkeys(rows[name]), *rows.values()]:
+        print(''.join(f'{v or k:>16}' if isinstance(v, (str, type(None))) else
+                      f'{v:16.3f}' if k.endswith(('ratio', 'iqr')) else f'{v:16,.0f}'
+                      for k, v in row.items()))
+    return rows
+
+class Inspection(Task):
+    """A task that looks into the layers at every evaluation."""
+
+    def evaluate(self):
+        idx, _ = windows(self.text.val, self.val_starts[:8], self.config, self.device)
+        self.seen = getattr(self, 'seen', []) + [diagnose(self.model, idx)]
+        return super().evaluate()
+
+def inspect_layers(options, config, given):
+    """Train and watch the layers. AX1 guesses that the discrepancy shrinks with depth: see panel 1."""
+    task, folder, _ = start(config, given)
+    task.__class__ = Inspection
+    result = fit(task, task.config, folder)
+    steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
+    rows = [dict(iter=step, **row) for step, layers in zip(steps, task.seen) for row in layers]
+    write_csv(folder / 'inspect.csv', rows)
+    last = rows[-config.n_layer:]
+    discrepancy = '||MH||' if config.attention == 'softmax' else '||Phi||, ||Delta||'
+    titles = dict(update=discrepancy, mh='||MH||', alpha='alpha', p_own='weight of the own token',
+                  cos_update='cosine of the update to X')
+    panels = [(discrepancy + ' by depth', 'layer', {
+        f'step {step}': points([r for r in rows if r['iter'] == step], 'layer', 'update')
+        for step in steps[::max(1, len(steps) // 4)]})]
+    panels += [(title, 'step', {
+        f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
+        for i in range(config.n_layer)}) for key, title in titles.items()]
+    files = draw(folder / 'inspect.png', panels)
+    for row in last:
+        print('  '.join(f'{k} {v:.3f}' if isinstance(v, float) else f'{k} {v}' for k, v in row.items()))
+    print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
+    return dict(result, rows=rows)
+
+# ------------------------------------ 9. main ------------------------------------
+
+def number(default, words):
+    return dict(type=type(default), default=default, help=f'{words} [{default}]')
+
+RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go on with the run in '
+                           'PATH; alone: with the newest; auto: with the newest, if any')}
+OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
+        '--table': dict(choices=TABLES, help="a paper's experiment")}
+ACTIONS = {
+    'train': (train, RESUME, 'Train a model.'),
+    'compare': (compare, {**OVER, '--seeds': dict(default='0,1,2', help='a run each [0,1,2]')},
+                'Train variants on the same batches.'),
+    'bench': (bench, {**OVER, '--rounds': number(20, 'measurements')}, 'Time the variants.'),
+    'inspect': (inspect_layers, {}, 'Train and watch what the layers do.'),
+    'sample': (sample, {**RESUME, '--prompt': dict(default='\n', help='text, or FILE:path'),
+                        '--num-samples': number(1, 'texts'),
+                        '--max-new-tokens': number(300, 'tokens'),
+                        '--temperature': number(0.8, '0 takes the likeliest token'),
+                        '--top-k': number(0, 'choose among the k likeliest; 0: among all')},
+               'Continue a text.'),
+}
+
+def main(argv=None):
+    """Do what the command line says -> the figures that came out."""
+    for stream in (sys.stdout, sys.stderr):
+        getattr(stream, 'reconfigure', lambda **_: None)(errors='replace', line_buffering=True)
+    if RANK:
+        sys.stdout = open(os.devnull, 'w')
+    if WORLD > 1 and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    function, options, config, given = parse(argv, ACTIONS)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    torch.set_float32_matmul_precision('high')  # TF32 where there is any
+    if WORLD > 1 and not dist.is_initialized():
+        dist.init_process_group('nccl' if pick_device(config)[0].type == 'cuda' else 'gloo')
+    try:
+        return function(options, config, given)
+    except OSError as e:
+        fail(f'{e.filename or "system"}: {e.strerror or e}')
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,1161 @@
+"""Every test of the repository, on CPU and, where there is one, on a GPU.
+
+    python test_all.py                 # all of them
+    python test_all.py belief resume   # those with one of these words in their name
+    pytest test_all.py                 # the same tests, if you have pytest
+
+No network, no files but this repository's, nothing written outside temporary folders.
+"""
+import contextlib, csv, dataclasses, hashlib, http.server, io, json, lzma, math, os, pathlib, re
+import signal, subprocess, sys, tarfile, tempfile, threading, time, traceback, unittest
+import unittest.mock, zipfile, zlib
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # tiny tensors: threads only wait for each other
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import attentionx_gpt as gpt
+import prepare_data
+
+torch.set_num_threads(1)
+SCRIPTS = [name for name in ('attentionx_gpt.py', 'belief_vit.py', 'admm_detr.py', 'mask_distill.py')
+           if (HERE / name).exists()]
+VARIANTS = list(gpt.ATTENTION)
+TEXT = 'the quick brown fox jumps over the lazy dog; ' * 60
+
+# ------------------------------------ helpers ------------------------------------
+
+def run(*argv, script=gpt):
+    """script.main(argv) in this process -> exit code, stdout, stderr, result."""
+    out, err, code, result = io.StringIO(), io.StringIO(), 0, None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            result = script.main([str(a) for a in argv])
+        except SystemExit as e:
+            code = e.code
+    return code, out.getvalue(), err.getvalue(), result
+
+def refuse(words, *argv, script=gpt):
+    """The command must end with code 2 and one line that has these words."""
+    code, out, err, _ = run(*argv, script=script)
+    assert code == 2 and err.count('\n') == 1 and 'Traceback' not in err, (argv, code, err)
+    assert all(word in err for word in words), (argv, words, err)
+
+@contextlib.contextmanager
+def folder():
+    with tempfile.TemporaryDirectory() as path:
+        yield pathlib.Path(path)
+
+def tiny(path, *more):
+    """Flags of a run that takes a second."""
+    if not (path / 'text.txt').exists():
+        (path / 'text.txt').write_text(TEXT)
+    return ['--preset', 'tiny', '--n-layer', 2, '--n-head', 2, '--n-embd', 16, '--block-size', 16,
+            '--batch-size', 4, '--max-iters', 6, '--eval-interval', 3, '--eval-iters', 2,
+            '--log-interval', 1, '--warmup-iters', 2, '--device', 'cpu', '--data',
+            path / 'text.txt', '--out-dir', path / 'out', *more]
+
+def config(**settings):
+    return gpt.Config(**{**dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=40), **settings})
+
+def model(**settings):
+    """A small model with weights large enough that attention is not uniform."""
+    net = gpt.GPT(config(**settings))
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if p.dim() > 1:
+                p.mul_(8 if 'c_attn' in name else 4)
+    return net
+
+def qkv(*shape, dtype=torch.float64, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype) for _ in range(3)]
+
+def close(a, b, tolerance):
+    worst = (torch.as_tensor(a) - torch.as_tensor(b)).abs().max().item()
+    assert worst <= tolerance, worst  # a NaN fails too
+
+def method(name, q, k, v, gamma=None, zero_diag=False):
+    """A variant on q, k, v (B, nh, T, hs) -> tuple of (B, T, nh, hs)."""
+    gamma = gpt.default_gamma(name, zero_diag, gamma)
+    out = gpt.ATTENTION[name](gpt.multi_head(q, k, v, zero_diag), v.transpose(1, 2), gamma)
+    return out if isinstance(out, tuple) else (out,)
+
+# ------------------------------------ the papers' method ------------------------------------
+
+def slow(name, q, k, v, gamma, zero_diag):
+    """The papers' formulas, one token, one head, one number at a time; -> list of (B, T, nh, hs)."""
+    B, nh, T, hs = q.shape
+    q, k, v = q.tolist(), k.tolist(), v.tolist()
+    dot = lambda a, b: sum(x * y for x, y in zip(a, b))
+    outs = torch.zeros(2, B, T, nh, hs, dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            mh = []
+            for h in range(nh):
+                seen = range(t if zero_diag else t + 1)
+                e = [math.exp(dot(q[b][h][t], k[b][h][s]) / math.sqrt(hs)) for s in seen]
+                mh.append([sum(w * v[b][h][s][d] for w, s in zip(e, seen)) / sum(e) if e else 0.0
+                           for d in range(hs)])
+            V = [v[b][h][t] for h in range(nh)]
+            alpha = sum(map(dot, mh, V)) / sum(map(dot, V, V))
+            for h in range(nh):
+                beta = dot(mh[h], V[h]) / dot(V[h], V[h])
+                for d in range(hs):
+                    m, x = mh[h][d], V[h][d]
+                    first, second = {
+                        'softmax': (m, 0), 'attentionx': (x - gamma * m, 0),
+                        'attentionx-v1': (gamma * x - m, 0), 'belief': (m - alpha * x, 0),
+                        'belief-head': (m - beta * x, 0),
+                        'belief-star': (m - alpha * x, m - beta * x),
+                        'softmax-scaled': (gamma * m, 0), 'value-skip': (m + x, 0)}[name]
+                    outs[0, b, t, h, d], outs[1, b, t, h, d] = first, second
+    return outs
+
+def test_gpt_reference():
+    q, k, v = qkv(2, 3, 5, 4)
+    for name in VARIANTS:
+        for zero_diag in (False, True):
+            gamma = {'attentionx': 2.5, 'attentionx-v1': 0.3}.get(name, 1.7)
+            want = slow(name, q, k, v, gamma, zero_diag)
+            for got, expected in zip(method(name, q, k, v, gamma, zero_diag), want):
+                close(got, expected, 1e-12)
+
+def test_gpt_gradcheck():
+    for name in VARIANTS:
+        for zero_diag in (False, True):
+            inputs = [t.requires_grad_() for t in qkv(1, 2, 4, 3)]
+            assert torch.autograd.gradcheck(lambda *x: method(name, *x, zero_diag=zero_diag), inputs)
+
+def test_gpt_versions_of_attentionx():
+    """v1(g) = g v2(1/g): the two papers' formulas are one, at another scale."""
+    q, k, v = qkv(2, 2, 6, 4)
+    for g in (0.1, 1 / 3, 0.5, 1.0):
+        close(method('attentionx-v1', q, k, v, g)[0], g * method('attentionx', q, k, v, 1 / g)[0], 1e-14)
+
+def test_gpt_controls():
+    q, k, v = qkv(1, 2, 6, 4)
+    mh, own = method('softmax', q, k, v)[0], v.transpose(1, 2)
+    close(method('softmax-scaled', q, k, v, 1.0)[0], mh, 0)
+    close(method('attentionx', q, k, v, 1.0)[0] + mh, own, 1e-15)
+    close(method('value-skip', q, k, v)[0] - mh, own, 1e-15)
+
+def test_gpt_orthogonality():
+    """Delta is orthogonal to V and no longer than MH; Delta_s is so in every head.  [BF Eq. 11]"""
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+        for scale in (1e-8, 1.0, 1e4):
+            q, k, v = qkv(2, 3, 7, 8, dtype=dtype, scale=scale)
+            mh, own = gpt.multi_head(q / scale, k / scale, v), v.transpose(1, 2)
+            whole, heads = gpt.belief_star(mh, own, None)
+            norm = lambda t: t.flatten(2).norm(dim=-1)
+            cosine = (whole * own).sum((-2, -1)) / (norm(mh) * norm(own))
+            close(cosine, torch.zeros_like(cosine), tolerance)
+            cosine = (heads * own).sum(-1) / (mh.norm(dim=-1) * own.norm(dim=-1))
+            close(cosine, torch.zeros_like(cosine), tolerance)
+            assert (norm(whole) <= norm(mh) * (1 + tolerance)).all()
+            assert (norm(heads) <= norm(whole) * (1 + tolerance) + tolerance * norm(mh)).all()
+
+def test_gpt_zero_diagonal_enlarges_phi():
+    """Phi with the diagonal = (1 - p_kk) Phi without it, at gamma 1.  [AX2 Eq. 13]"""
+    q, k, v = qkv(1, 2, 9, 4)
+    own = torch.diagonal((q @ k.mT / 2).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+                         .softmax(-1), dim1=2, dim2=3).transpose(1, 2)[..., None]  # (B, T, nh, 1)
+    kept, zeroed = (method('attentionx', q, k, v, 1.0, zd)[0] for zd in (False, True))
+    close(kept[:, 1:], ((1 - own) * zeroed)[:, 1:], 1e-13)
+    assert (zeroed.norm(dim=-1) > kept.norm(dim=-1))[:, 1:].all()
+
+def test_gpt_first_token():
+    """The first token has only itself: belief hands on nothing, AttentionX (1 - gamma) V."""
+    q, k, v = qkv(2, 2, 5, 8, dtype=torch.float32)
+    first = v.transpose(1, 2)[:, 0]
+    for name, factor in (('softmax', 1), ('attentionx', -2), ('attentionx-v1', -0.5), ('belief', 0),
+                         ('belief-head', 0), ('softmax-scaled', 3), ('value-skip', 2)):
+        close(method(name, q, k, v)[0][:, 0], factor * first, 1e-6)
+    for name in VARIANTS:  # with a zero diagonal it has nobody
+        close(gpt.multi_head(q, k, v, zero_diag=True)[:, 0], torch.zeros_like(first), 0)
+        for T in (1, 2):
+            for out in method(name, *(t[:, :, :T] for t in (q, k, v)), zero_diag=True):
+                assert out.shape == (2, T, 2, 8) and out.isfinite().all()
+
+def test_gpt_zero_value():
+    """Where V is zero nothing is projected away; gradients stay finite."""
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        q, k, v = (t.requires_grad_() for t in qkv(1, 2, 5, 4, dtype=dtype))
+        hole = torch.ones(5, 1, dtype=dtype)
+        hole[2] = 0
+        mh, own = gpt.multi_head(q, k, v * hole), (v * hole).transpose(1, 2)
+        for out in gpt.belief_star(mh, own, None):
+            close(out[:, 2].float(), mh[:, 2].float(), 0)
+            for grad in torch.autograd.grad(out.float().sum(), (q, k, v), retain_graph=True):
+                assert grad.isfinite().all()
+        for out in gpt.belief_star(mh.detach() * 0, own.detach() * 0, None):
+            assert (out == 0).all()
+
+def test_gpt_half_precision():
+    """float16 and bfloat16 inputs against float64: errors of a few rounding units of the output."""
+    for dtype, bound in ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)):
+        exact = [t.to(dtype).double() for t in qkv(2, 4, 16, 16)]
+        mh, v = gpt.multi_head(*exact).to(dtype), exact[2].transpose(1, 2).to(dtype)
+        for name in VARIANTS:
+            gamma = gpt.default_gamma(name, False)
+            low = gpt.ATTENTION[name](mh, v, gamma)
+            high = gpt.ATTENTION[name](mh.double(), v.double(), gamma)
+            for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (low, high))):
+                assert a.dtype == dtype
+                close(a.double() / b.abs().max(), b / b.abs().max(), bound)
+
+def test_gpt_float16_overflow():
+    """||V||^2 = 768 * 20^2 is beyond float16; the projection must not notice."""
+    mh, _, v = qkv(1, 3, 12, 64, dtype=torch.float16, scale=20.0)
+    assert v.square().sum().isinf()
+    for out, exact in zip(gpt.belief_star(mh, v, None), gpt.belief_star(mh.double(), v.double(), None)):
+        close(out.double() / 20, exact / 20, 4e-3)
+    with torch.autocast('cpu', torch.float16):
+        close(gpt.belief(mh, v, None).double() / 20, gpt.belief(mh.double(), v.double(), None) / 20, 4e-3)
+
+def test_gpt_causality():
+    """A change at token t shows at t and after, never before: every variant, diagonal, architecture."""
+    idx = torch.randint(40, (1, 12), generator=torch.Generator().manual_seed(0))
+    for name in VARIANTS:
+        for zero_diag in (False, True):
+            for arch in ('gpt2', 'rotary'):
+                net = model(attention=name, zero_diag=zero_diag, arch=arch).double().eval()
+                other = idx.clone()
+                other[0, 7] = (other[0, 7] + 1) % 40
+                a, b = (net(i, i)[0] for i in (idx, other))
+                close(a[:, :7], b[:, :7], 0)
+                assert (a[:, 8:] - b[:, 8:]).abs().amax(-1).min() > 1e-6, (name, zero_diag, arch)
+
+def test_gpt_zero_diagonal_ignores_itself():
+    q, k, v = qkv(1, 2, 6, 4)
+    before = gpt.multi_head(q, k, v, zero_diag=True)
+    k[:, :, 3], v[:, :, 3] = 9.0, -9.0
+    after = gpt.multi_head(q, k, v, zero_diag=True)
+    close(before[:, :4], after[:, :4], 0)
+    assert (before[:, 4:] - after[:, 4:]).abs().amax((2, 3)).min() > 1e-3
+
+def test_gpt_gamma():
+    for attention, zero_diag, gamma in (('attentionx', False, 3), ('attentionx', True, 1),
+                                        ('attentionx-v1', False, 0.5), ('attentionx-v1', True, 0.5)):
+        assert gpt.default_gamma(attention, zero_diag) == gamma
+        assert model(attention=attention, zero_diag=zero_diag).transformer.h[0].attn.gamma == gamma
+    for attention, gamma in (('attentionx', 0.99), ('attentionx-v1', 1.01), ('attentionx-v1', -1),
+                             ('attentionx', math.nan)):
+        try:
+            config(attention=attention, gamma=gamma)
+        except ValueError as e:
+            assert 'gamma' in str(e)
+        else:
+            raise AssertionError((attention, gamma))
+
+# ------------------------------------ the GPT ------------------------------------
+
+GOLDEN = {  # what the originals computed in float64 for the weights of fill(): loss, mean |logit|,
+    # three logits of the first and of the last token, norm of the gradient of every parameter
+    'nanogpt_bias': (dict(bias=True), 4.461182594, 0.8588198423, [
+        -0.8804947, 0.8907990, -0.1688856, 0.4617892, 0.2262623, -0.3851531], [
+        5.094747, 5.049327, 1.365227, 1.223727, 1.750309, 0.284012, 1.392901, 0.050477, 0.055018,
+        0.04446, 0.235624, 0.042643, 0.48059, 0.049119, 0.230417, 0.139319, 0.331716, 0.03897,
+        0.458533, 0.014643, 0.017509, 0.012227, 0.092764, 0.013356, 0.166866, 0.014352, 0.228439,
+        0.116631]),
+    'nanogpt_nobias': (dict(bias=False), 4.429695606, 0.8527315259, [
+        -0.9231524, 0.8591158, -0.1975765, 0.4018797, 0.1790598, -0.3929003], [
+        2.828876, 2.766565, 0.636368, 0.865378, 1.589547, 0.057274, 0.289378, 0.55684, 0.252688,
+        0.370375, 0.442526, 0.016978, 0.0895, 0.160738, 0.214547]),
+    'rotary_plain': (dict(arch='rotary'), 4.613919258, 0.8249403238, [
+        0.4768454, 0.6329638, -1.1606349, 1.1639303, -1.5333440, 0.3431400], [
+        3.789936, 0.965854, 1.859917, 0.571371, 1.175935, 0.416079, 0.442793, 0.163859, 0.288511]),
+    'rotary_fp8': (dict(arch='rotary', fp8_weights=True), 4.681265354, 0.8305371404, [
+        0.4548328, 0.6365103, -1.2132947, 1.3069571, -1.5615274, 0.2072509], [
+        6.341718, 1.563596, 1.728811, 0.502149, 0.927981, 0.389663, 0.459612, 0.17089, 0.306778]),
+}
+
+def fill(state):
+    """Weights that anyone can make again from the names of the parameters."""
+    for key, p in state.items():
+        n = p.numel()
+        w = np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, n)
+        w *= math.sqrt(3 / (n / len(p))) if p.dim() > 1 else 0.1
+        w = w * 4 if p.dim() > 1 and 'c_attn' in key else w + (p.dim() == 1 and key.endswith('weight'))
+        p.copy_(torch.from_numpy(w).view_as(p))
+
+def test_gpt_golden():
+    """The same weights give what nanoGPT and modded-nanogpt's `casted` gave, gradients too."""
+    for name, (settings, loss, size, logits, grads) in GOLDEN.items():
+        net = gpt.GPT(gpt.Config(attention='softmax', n_layer=2, n_head=3, n_embd=24, block_size=24,
+                                 vocab_size=61, **settings)).double()
+        fill(net.state_dict())
+        idx = (torch.arange(48) * 7919 % 61).view(2, 24)
+        got, got_loss = net(idx, idx.roll(-1, 1))
+        got_loss.backward()
+        close(got_loss, loss, 1e-5)
+        close(got.abs().mean(), size, 1e-5)
+        close(torch.cat([got[0, 0, :3], got[1, 23, :3]]), torch.tensor(logits).double(), 1e-5)
+        norms = torch.stack([p.grad.norm() for p in net.parameters()])
+        close(norms / torch.tensor(grads).double(), torch.ones(len(grads)).double(), 1e-4)
+
+def test_gpt_float8():
+    """e5m2 keeps two bits of mantissa, and the gradient does not see the rounding."""
+    layer = gpt.Float8Linear(8, 4, bias=False)
+    x = torch.eye(8)
+    w, scale = layer.weight.detach(), layer.weight.detach().abs().mean()
+    used = layer(x).T
+    mantissa, _ = torch.frexp(used / scale)
+    close(mantissa * 8, (mantissa * 8).round(), 1e-4)
+    assert 0 < ((used - w) / w).abs().max() <= 0.126
+    layer(x).sum().backward()
+    close(layer.weight.grad, torch.ones(4, 8), 0)
+
+def test_gpt_parameter_counts():
+    small = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024)
+    for settings, expected in (
+            (dict(arch='rotary', vocab_size=50257, attention='belief'), 123_532_032),
+            (dict(arch='rotary', vocab_size=50257, attention='belief-star'), 130_609_920),
+            (dict(bias=True, vocab_size=50257), 124_439_808), (dict(vocab_size=50304), 124_373_760)):
+        with torch.device('meta'):
+            net = gpt.GPT(gpt.Config(**small, **settings))
+        assert sum(p.numel() for p in net.parameters()) == expected, settings
+
+def test_gpt_initialisation():
+    """Variants share their common weights to the bit, and residual projections start smaller."""
+    base = gpt.GPT(config(attention='softmax', n_embd=64)).state_dict()
+    for name in VARIANTS:
+        state = gpt.GPT(config(attention=name, n_embd=64)).state_dict()
+        assert all(torch.equal(base[key], state[key]) for key in base)
+        extra = set(state) - set(base)
+        assert extra == ({f'transformer.h.{i}.attn.c_proj_s.weight' for i in range(2)}
+                         if name == 'belief-star' else set())
+        for key in extra:
+            assert abs(state[key].std() / (0.02 / 2) - 1) < 0.1
+    assert abs(base['transformer.h.0.mlp.c_proj.weight'].std() / (0.02 / 2) - 1) < 0.1
+    assert abs(base['transformer.h.0.attn.c_attn.weight'].std() / 0.02 - 1) < 0.1
+    rotary = gpt.GPT(config(arch='rotary', n_embd=64)).state_dict()
+    assert abs(rotary['transformer.h.0.mlp.c_proj.weight'].abs().max() * 16 - 1) < 0.01  # 1 / sqrt(256)
+    other = gpt.GPT(config(attention='softmax', n_embd=64, seed=1)).state_dict()
+    assert not torch.equal(base['lm_head.weight'], other['lm_head.weight'])
+
+def test_gpt_rotary_is_relative():
+    x, y = torch.randn(2, 1, 6, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores = [torch.einsum('bqhd,bkhd->bqk', gpt.rotate(x, p), gpt.rotate(y, p)) for p in (0, 5)]
+    close(scores[0], scores[1], 1e-5)  # the angles are float32
+    close(gpt.rotate(x, 3)[:, 0], gpt.rotate(torch.cat([x[:, :1]] * 4, 1))[:, 3], 1e-6)
+    assert (gpt.rotate(x)[:, 1:] - x[:, 1:]).abs().max() > 0.1
+
+def test_gpt_loss_in_chunks():
+    """Losses and gradients do not depend on how many logits are held at once; -1 never counts."""
+    net, idx = model().double(), torch.randint(40, (3, 16))
+    targets = torch.where(torch.rand(3, 16) < 0.3, -1, idx.roll(-1, 1))
+    results = []
+    for limit in (2 ** 25, 200, 1):
+        with unittest.mock.patch.object(gpt, 'LOGITS', limit):
+            logits, loss = net(idx, targets)
+        assert (logits is None) == (limit < 2 ** 25)
+        net.zero_grad()
+        loss.backward()
+        results.append([loss.detach()] + [p.grad.clone() for p in net.parameters()])
+    for a, b, c in zip(*results):
+        close(a, b, 1e-12), close(a, c, 1e-12)
+    full = F.cross_entropy(net(idx, idx)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
+    close(full, results[0][0], 1e-12)
+
+def test_gpt_cache():
+    """Greedy tokens with and without cache, past the end of the window, for everything there is."""
+    idx = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(1))
+    for name in VARIANTS:
+        for zero_diag in (False, True):
+            for arch in ('gpt2', 'rotary'):
+                net = model(attention=name, zero_diag=zero_diag, arch=arch).eval()
+                a = net.generate(idx, 14, temperature=0)
+                b = net.generate(idx, 14, temperature=0, use_cache=False)
+                assert torch.equal(a, b) and a.shape == (2, 19), (name, zero_diag, arch)
+                cache = [{} for _ in range(2)]
+                logits = [net(idx[:, :1], cache=cache)[0]] + [net(idx[:, i:i + 1], cache=cache)[0] for i in range(1, 5)]
+                close(torch.cat(logits, 1), net(idx, idx)[0], 2e-5)
+    assert len(set(a[0].tolist())) > 3  # not one token over and over
+
+def test_gpt_sampling():
+    net, idx = model().eval(), torch.zeros(1, 1, dtype=torch.long)
+    assert torch.equal(net.generate(idx, 8, top_k=1), net.generate(idx, 8, temperature=0))
+    likely = set(net(idx)[0][0, -1].topk(3).indices.tolist())
+    torch.manual_seed(0)
+    drawn = {net.generate(idx, 1, top_k=3)[0, 1].item() for _ in range(60)}
+    assert drawn == likely
+    assert len({net.generate(idx, 1)[0, 1].item() for _ in range(60)}) > 3
+
+def test_gpt_dropout_off_in_evaluation():
+    net, idx = model(dropout=0.5), torch.randint(40, (1, 8))
+    assert not torch.equal(net.train()(idx)[0], net(idx)[0])
+    assert torch.equal(net.eval()(idx)[0], net(idx)[0])
+
+# ------------------------------------ data ------------------------------------
+
+def test_gpt_tokens():
+    text = 'naïve\r\n\n  λ = "\\x00"\t'
+    encoding = gpt.get_tokenizer('bytes')
+    assert encoding.encode_ordinary(text) == list(text.encode()) and encoding.n_vocab == 256
+    assert encoding.decode(list(text.encode())) == text
+    assert gpt.decode(encoding, torch.tensor([104, 300, 105])) == 'hi'
+
+def test_gpt_text_file_and_bins():
+    with folder() as path:
+        (path / 'a.txt').write_text('ab\n' * 100)
+        text = gpt.load_text(config(data=str(path / 'a.txt')))
+        assert len(text.train) == 270 and len(text.val) == 30 and text.bytes_per_token == 1
+        np.arange(50, dtype=np.uint16).tofile(path / 'train.bin')
+        np.arange(50, dtype=np.uint16).tofile(path / 'val.bin')
+        meta = {'tokenizer': 'gpt2', 'vocab_size': 50257, 'bytes': {'train': 9, 'val': 200}}
+        (path / 'meta.json').write_text(json.dumps(meta))
+        text = gpt.load_text(config(data=str(path)))
+        assert text.bytes_per_token == 4 and text.vocab_size == 50257
+        x, y = gpt.windows(text.train, [0, 7], config(vocab_size=50), torch.device('cpu'))
+        assert x.tolist() == [list(range(16)), list(range(7, 23))] and torch.equal(y, x + 1)
+        before = text.stamp
+        os.utime(path / 'val.bin', (1, 1))
+        assert gpt.load_text(config(data=str(path))).stamp != before
+
+def test_gpt_builtin_text():
+    text = gpt.load_text(config())
+    assert len(text.train) > 10 * len(text.val) // 2 > 100_000 and text.train.max() < 256
+    assert b'import' in text.train.astype(np.uint8).tobytes()
+    assert text.val[:2000].tobytes() not in text.train.tobytes()
+
+def test_gpt_batches():
+    """Batch i follows from seed and i alone, and processes and micro-batches share it exactly."""
+    with folder() as path:
+        (path / 't.txt').write_text(TEXT)
+        c = config(data=str(path / 't.txt'), batch_size=2, grad_accum_steps=4)
+        task = gpt.Task(c)
+        whole = task.batch(3, range(8))[0]
+        assert torch.equal(whole, gpt.Task(c).batch(3, range(8))[0])
+        assert torch.equal(whole[1::2], task.batch(3, range(8)[1::2])[0])
+        assert not torch.equal(whole, task.batch(4, range(8))[0])
+        assert not torch.equal(whole, gpt.Task(dataclasses.replace(c, seed=5)).batch(3, range(8))[0])
+
+def test_gpt_bigram():
+    """Against counting pairs by hand."""
+    with folder() as path:
+        (path / 't.txt').write_text('abacabad' * 40)
+        text = gpt.load_text(config(data=str(path / 't.txt')))
+        train, starts, nll = text.train.tolist(), [0, 3], []
+        for s in starts:
+            for x, y in zip(text.val[s:s + 6].tolist(), text.val[s + 1:s + 7].tolist()):
+                after = [b for a, b in zip(train, train[1:]) if a == x]
+                kinds = len(set(after)) + 1
+                unigram = (train.count(y) + 1) / (len(train) + 256)
+                nll.append(-math.log((after.count(y) + kinds * unigram) / (len(after) + kinds)))
+        assert abs(gpt.bigram_loss(text, starts, 6) - sum(nll) / 12) < 1e-12
+
+def test_gpt_evaluation():
+    """The same windows every time; the mean over positions is the loss; bits follow from nats."""
+    with folder() as path:
+        (path / 't.txt').write_text(TEXT)
+        task = gpt.Task(config(data=str(path / 't.txt'), batch_size=3, eval_iters=2))
+        a, b = task.evaluate(), task.evaluate()
+        assert a == b and abs(a['val_bpb'] - a['val_loss'] / math.log(2)) < 1e-9
+        x, y = gpt.windows(task.text.val, task.val_starts, task.config, task.device)
+        close(task.model(x, y)[1], a['val_loss'], 1e-5)
+        assert len(task.by_position) == 16 and len(task.val_starts) == 6
+
+# ------------------------------------ harness ------------------------------------
+
+def harness(name):
+    text = (HERE / name).read_text('utf-8')
+    return text[text.index('# --- harness'):text.index('# --- end of harness')]
+
+def test_harness_identical():
+    blocks = {name: harness(name) for name in SCRIPTS}
+    for name, block in blocks.items():
+        assert block == blocks[SCRIPTS[0]], f'the harness of {name} differs from {SCRIPTS[0]}'
+        assert block.count('\n') <= 220, block.count('\n')
+    heads = {(HERE / name).read_text('utf-8').split('"""')[0] for name in SCRIPTS + ['prepare_data.py']}
+    assert len(heads) == 1 and '# /// script' in heads.pop()
+
+def test_equation_tags():
+    """Every equation named in a script's docstring is marked in its code, and the other way round."""
+    for name in SCRIPTS:
+        text = (HERE / name).read_text('utf-8')
+        _, docstring, code = text.split('"""', 2)
+        tag = r'\[\w+ (?:Eq|Sec|Alg)\. [\d.]+\]'
+        assert set(re.findall(tag, docstring)) == set(re.findall(tag, code)) != set()
+
+def test_flags_have_help():
+    flags = gpt.flags()
+    assert set(flags) == {f.name for f in dataclasses.fields(gpt.Config)}
+    assert all(len(words) > 3 for *_, words in flags.values())
+    for preset in gpt.PRESETS.values():
+        gpt.Config(**preset)
+    code, out, _, _ = run('--help')
+    assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
+
+def test_schedules():
+    c = config(learning_rate=6e-4, min_lr=6e-5, warmup_iters=10, max_iters=110)
+    lr = [gpt.schedule(i, c) * c.learning_rate for i in range(111)]
+    assert abs(lr[0] - 6e-4 / 11) < 1e-12 and abs(lr[9] - 6e-4 * 10 / 11) < 1e-12
+    assert abs(lr[10] - 6e-4) < 1e-12 and abs(lr[60] - 3.3e-4) < 1e-12 and abs(lr[110] - 6e-5) < 1e-12
+    c = dataclasses.replace(c, schedule='trapezoid', warmdown_iters=20)
+    factor = [gpt.schedule(i, c) for i in range(111)]
+    assert factor[0] == 0.1 and factor[9] == factor[10] == factor[90] == 1
+    assert factor[100] == 0.5 and factor[110] == 0
+    c = dataclasses.replace(c, schedule='constant')
+    assert [gpt.schedule(i, c) for i in (4, 10, 110)] == [0.5, 1, 1]
+
+def test_optimizer_groups():
+    with folder() as path:
+        (path / 't.txt').write_text(TEXT)
+        task = gpt.Task(config(data=str(path / 't.txt'), bias=True, weight_decay=0.1))
+        for group in task.optimizer().param_groups:
+            assert {p.dim() >= 2 for p in group['params']} == {group['weight_decay'] == 0.1}
+
+def test_training_learns():
+    """Every variant beats the entropy of single letters after 150 small steps."""
+    counts = np.bincount(np.frombuffer(TEXT.encode(), np.uint8))
+    p = counts[counts > 0] / counts.sum()
+    with folder() as path:
+        for name in VARIANTS:
+            code, out, err, result = run(*tiny(
+                path, '--attention', name, '--max-iters', 150, '--eval-interval', 150, '--lr', 0.01))
+            assert code == 0 and result['val_loss'] < 0.6 * -(p * np.log(p)).sum(), (name, err, result)
+            assert 'sample' in out and 'bigram' in out and 'ckpt.pt' in out
+
+def test_training_again_takes_a_new_folder():
+    with folder() as path:
+        names = [run(*tiny(path, '--max-iters', 1))[3]['folder'].name for _ in range(3)]
+        assert names == ['attentionx-s1337', 'attentionx-s1337-2', 'attentionx-s1337-3']
+        files = {p.name for p in (path / 'out/attentionx_gpt/attentionx-s1337').iterdir()}
+        assert {'ckpt.pt', 'log.csv'} <= files <= {'ckpt.pt', 'log.csv', 'curves.png'}
+
+def weights(path):
+    return torch.load(path / 'ckpt.pt', weights_only=True)['model']
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+def interrupted_at(step, number=signal.SIGINT):
+    """A patch: the process gets a signal while it prepares this step."""
+    batch = gpt.Task.batch
+    def interrupt(self, it, rows):
+        if it == step:
+            os.kill(os.getpid(), number)
+        return batch(self, it, rows)
+    return unittest.mock.patch.object(gpt.Task, 'batch', interrupt)
+
+def test_resume_bit_for_bit():
+    """Stopped between two lines of the log, resumed: same weights, same log; dropout, accumulation."""
+    with folder() as path:
+        flags = tiny(path, '--dropout', 0.2, '--grad-accum-steps', 2, '--max-iters', 9, '--log-interval', 3)
+        whole = run(*flags)[3]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with interrupted_at(4, number):
+                code, out, _, _ = run(*flags, '--out-dir', path / number.name)
+            assert code == 128 + number and '--resume' in out
+            code, out, err, part = run(*flags, '--out-dir', path / number.name, '--resume')
+            assert code == 0 and 'resumed' in out, err
+            assert same(weights(whole['folder']), weights(part['folder']))
+            rows = [[{k: v for k, v in row.items() if k != 'seconds'} for row in r['log']] for r in (whole, part)]
+            assert rows[0] == rows[1]
+        assert run(*flags, '--resume', whole['folder'])[3]['val_loss'] == whole['val_loss']  # nothing to do
+        with open(whole['folder'] / 'log.csv', newline='') as f:
+            assert [row['iter'] for row in csv.DictReader(f)] == ['0', '3', '6', '9']
+
+def test_resume_after_kill():
+    """SIGKILL at any moment, --resume auto: the weights of a run that nobody disturbed."""
+    with folder() as path:
+        flags = [str(f) for f in tiny(path, '--max-iters', 400, '--eval-interval', 20)]
+        whole = run(*flags, '--out-dir', path / 'whole')[3]
+        command = [sys.executable, str(HERE / 'attentionx_gpt.py'), *flags, '--resume', 'auto']
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        checkpoint = path / 'out/attentionx_gpt/attentionx-s1337/ckpt.pt'
+        while not checkpoint.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.15)
+        process.kill()
+        process.wait()
+        step = json.loads(torch.load(checkpoint, weights_only=True)['progress'])[0]
+        assert 0 <= step < 400
+        assert run(*flags, '--resume', 'auto')[3]['folder'] == checkpoint.parent
+        assert same(weights(whole['folder']), weights(checkpoint.parent))
+
+def test_resume_chooses():
+    with folder() as path:
+        refuse(['no run', '--resume'], *tiny(path, '--resume'))
+        first = run(*tiny(path, '--resume', 'auto', '--max-iters', 2))[3]
+        second = run(*tiny(path, '--attention', 'belief', '--max-iters', 2))[3]
+        refuse(['--gamma', 'has None'], *tiny(path, '--gamma', 2, '--resume'))
+        refuse(['--attention', 'belief'], *tiny(path, '--resume', second['folder']), '--attention', 'softmax')
+        longer = run(*tiny(path, '--resume', '--max-iters', 4))[3]
+        assert longer['iter'] == 4 and longer['folder'] == first['folder']
+        code, out, _, _ = run('sample', '--out-dir', path / 'out', '--max-new-tokens', 4, '--resume', second['folder'])
+        assert code == 0 and len(out) >= 5
+
+def test_checkpoint_refusals():
+    """Whatever stands in a checkpoint's place: one line, exit 2, nothing executed."""
+    with folder() as path:
+        good = run(*tiny(path, '--max-iters', 1))[3]['folder'] / 'ckpt.pt'
+        data, bad = good.read_bytes(), path / 'bad.pt'
+        class Evil:
+            def __reduce__(self):
+                return os.mkdir, (str(path / 'executed'),)
+        cases = [b'', b'<html>', data[:len(data) // 2], data[:-1], data[1:]]
+        for at in np.random.default_rng(0).integers(len(data), size=25):
+            cases.append(data[:at] + bytes([data[at] ^ 16]) + data[at + 1:])
+        original = torch.load(good, weights_only=True)
+        for case in cases:
+            bad.write_bytes(case)
+            code, _, err, _ = run('sample', '--resume', bad, '--max-new-tokens', 1)
+            if code == 0:  # the flipped bit lies in padding: what was read must be what was written
+                assert same(torch.load(bad, weights_only=True)['model'], original['model'])
+            else:
+                assert code == 2 and err.count('\n') == 1 and 'bad.pt' in err, err
+        for state in ({'script': 'belief_vit', 'model': {}}, {'model': {}}, [1, 2], Evil(),
+                      {'script': 'attentionx_gpt', 'x': Evil()}):
+            torch.save(state, bad)
+            refuse(['bad.pt'], 'sample', '--resume', bad)
+        assert not (path / 'executed').exists()
+        refuse(['nowhere'], 'sample', '--resume', path / 'nowhere.pt')
+        refuse(['no run'], 'sample', '--out-dir', path / 'nowhere')
+
+def test_checkpoint_survives_a_failed_write():
+    with folder() as path:
+        flags = tiny(path)
+        def full(f):
+            raise OSError(28, 'No space left on device')
+        real, calls = os.fsync, []
+        def second(f):
+            calls.append(f)
+            return full(f) if len(calls) > 1 else real(f)
+        with unittest.mock.patch.object(os, 'fsync', second):
+            refuse(['ckpt.pt', 'No space left'], *flags)
+        run_folder = path / 'out/attentionx_gpt/attentionx-s1337'
+        assert json.loads(gpt.load_checkpoint(run_folder / 'ckpt.pt')['progress'])[0] == 0
+        assert [p.name for p in run_folder.iterdir() if p.suffix == '.tmp'] == []
+        (path / 'file').write_text('')
+        refuse([str(path / 'file')], *tiny(path, '--out-dir', path / 'file'))
+
+def test_loss_that_is_not_finite():
+    loss = gpt.Task.loss
+    def broken(self, model, batch):
+        self.calls = getattr(self, 'calls', 0) + 1
+        return loss(self, model, batch) * (math.nan if self.calls == 5 else 1)
+    with folder() as path:
+        with unittest.mock.patch.object(gpt.Task, 'loss', broken):
+            refuse(['step 4', 'nan', 'ckpt.pt', 'holds step 3'], *tiny(path))
+        state = gpt.load_checkpoint(path / 'out/attentionx_gpt/attentionx-s1337/ckpt.pt')
+        assert all(p.isfinite().all() for p in state['model'].values())
+
+def test_float16_training():
+    """Autocast and loss scaling, on the CPU; the scaler is part of the checkpoint."""
+    with folder() as path:
+        for name in VARIANTS:
+            code, out, err, result = run(*tiny(path, '--dtype', 'float16', '--attention', name))
+            assert code == 0 and 'float16' in out and math.isfinite(result['val_loss']), err
+        state = gpt.load_checkpoint(result['folder'] / 'ckpt.pt')
+        assert state['scaler']['scale'] > 0
+        overflow = gpt.Task.loss  # gradients beyond float16: the step is skipped, the run goes on
+        with unittest.mock.patch.object(gpt.Task, 'loss', lambda *a: overflow(*a) * 1e30):
+            code, _, err, result = run(*tiny(path, '--dtype', 'float16'))
+        assert code == 0 and gpt.load_checkpoint(result['folder'] / 'ckpt.pt')['scaler']['scale'] < 65536, err
+
+def test_time_limit():
+    with folder() as path:
+        code, out, _, result = run(*tiny(path, '--max-iters', 100000, '--max-minutes', 0.01))
+        assert code == 0 and '--resume' in out
+        assert json.loads(gpt.load_checkpoint(result['folder'] / 'ckpt.pt')['progress'])[0] < 100000
+
+def test_initial_weights():
+    """--init takes nanoGPT's checkpoint: its key names, prefixes and masks."""
+    with folder() as path:
+        net = model(vocab_size=256, attention='softmax')
+        state = {'_orig_mod.' + key: p for key, p in net.state_dict().items()}
+        state['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)
+        torch.save({'model': state, 'iter_num': 7}, path / 'nano.pt')
+        result = run(*tiny(path, '--init', path / 'nano.pt', '--attention', 'softmax', '--max-iters', 0))[3]
+        assert same(weights(result['folder']), net.state_dict())
+        refuse(['nano.pt', 'size mismatch'], *tiny(path, '--init', path / 'nano.pt', '--n-embd', 32))
+        refuse(['gone.pt'], *tiny(path, '--init', path / 'gone.pt'))
+
+def test_bad_flags():
+    """Each names the flag in one line, with exit code 2, before anything is written."""
+    with folder() as path:
+        for words, argv in (
+                (['--gamma', '[1, inf)'], ['--gamma', 0.5]),
+                (['--gamma', '(0, 1]'], ['--gamma', 3, '--attention', 'attentionx-v1']),
+                (['--gamma'], ['--gamma', 'nan']), (['--gamma'], ['--gamma', 'inf']),
+                (['--gamma'], ['--gamma', 'three']), (['--attention', 'belief-star'], ['--attention', 'x']),
+                (['--max'], ['--max', 3]), (['--n-layer'], ['--n-layer', 0]),
+                (['--n-layer'], ['--n-layer', 2.5]), (['--n-head'], ['--n-head', 3]),
+                (['rotary'], ['--arch', 'rotary', '--n-head', 16]), (['--arch'], ['--arch', 'vit']),
+                (['--dropout'], ['--dropout', 1]), (['--dropout'], ['--dropout', -0.1]),
+                (['--learning-rate'], ['--lr', 0]), (['--learning-rate'], ['--lr', 'nan']),
+                (['--beta2'], ['--beta2', 1]), (['--batch-size'], ['--batch-size', 0]),
+                (['--batch-size'], ['--batch-size', -4]), (['--vocab-size'], ['--vocab-size', 65537]),
+                (['--seed'], ['--seed', -1]), (['--device', 'toaster'], ['--device', 'toaster']),
+                (['--dtype', 'bfloat16'], ['--dtype', 'float8']), (['--preset', 'owt-124m'], ['--preset', 'big']),
+                (['--schedule'], ['--schedule', 'step']), (['--fp8-weights'], ['--fp8-weights']),
+                (['--bias'], ['--arch', 'rotary', '--bias']), (['--eval-interval'], ['--eval-interval', 0]),
+                (['--no-comp'], ['--no-comp']), (['--tokenizer'], ['--tokenizer', 'char']),
+                (['fly'], ['fly']), (['stray'], ['train', 'stray'])):
+            out = ['--out-dir', path / 'out']
+            refuse(words, *(argv + out if argv[0] in ('fly', 'train') else tiny(path, *argv)))
+        refuse(['--over', 'nothing'], 'compare', '--over', 'nothing=1,2', *tiny(path))
+        refuse(['--over', 'abc'], 'compare', '--over', 'n_layer=abc', *tiny(path))
+        refuse(['--gamma'], 'compare', '--over', 'gamma=3,0.5', *tiny(path))
+        refuse(['--table', 'ax1'], 'compare', '--table', '9', *tiny(path))
+        refuse(['compare'], 'compare', '--seeds', 'one', *tiny(path))
+        refuse(['--rounds'], 'bench', '--rounds', 1, *tiny(path))
+        assert not (path / 'out').exists()
+        assert run(*tiny(path, '--max_iters=1', '--zero_diag'))[0] == 0  # underscores are welcome
+
+def test_bad_files():
+    """Text and token files that cannot be used: one line that names the file or the flag."""
+    with folder() as path:
+        def data(name, text, words):
+            file = path / name
+            file.write_bytes(text)
+            refuse(words, *tiny(path), '--data', file)
+        data('empty.txt', b'', ['empty.txt', 'fill a window'])
+        data('short.txt', b'short', ['short.txt', 'fill a window'])
+        data('latin.txt', b'caf\xe9 ' * 200, ['latin.txt', 'utf-8'])
+        refuse(['nowhere', 'prepare_data.py'], *tiny(path), '--data', 'nowhere')
+        def bins(name, words, train=bytes(200), val=bytes(200), meta='{"tokenizer": "gpt2", "vocab_size": 50257}'):
+            (path / name).mkdir()
+            for file, content in (('train.bin', train), ('val.bin', val), ('meta.json', meta and meta.encode())):
+                if content is not None:
+                    (path / name / file).write_bytes(content)
+            refuse(words, *tiny(path), '--data', path / name)
+        bins('none', ['train.bin'], train=None)
+        bins('odd', ['odd'], train=bytes(201))
+        bins('hollow', ['hollow'], val=b'')
+        bins('few', ['few', 'fill a window'], val=bytes(30))
+        bins('bare', ['meta.json'], meta=None)
+        bins('broken', ['broken', 'meta.json'], meta='{')
+        bins('list', ['list', 'meta.json'], meta='[1]')
+        bins('chars', ['chars', 'tokenizer'], meta='{"tokenizer": "chars", "vocab_size": 65}')
+        bins('wrong', ['token 511', '256'], train=b'\xff\x01' * 200, meta='{"tokenizer": "bytes", "vocab_size": 256}')
+
+def test_no_network():
+    """Without tiktoken's files: a line with two ways out, and training itself does not need them."""
+    with folder() as path:
+        with unittest.mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=str(path / 'cache')), \
+                unittest.mock.patch('requests.get', side_effect=OSError('no network')), \
+                unittest.mock.patch.dict(__import__('tiktoken').registry.ENCODINGS, clear=True):
+            refuse(['TIKTOKEN_CACHE_DIR', '--tokenizer bytes'], *tiny(path, '--tokenizer', 'gpt2'))
+            for name in ('train', 'val'):
+                np.random.default_rng(0).integers(90, size=300).astype(np.uint16).tofile(path / f'{name}.bin')
+            (path / 'meta.json').write_text('{"tokenizer": "gpt2", "vocab_size": 100}')
+            code, out, err, _ = run(*tiny(path), '--data', path)
+            assert code == 0 and 'validation loss' in out and 'sample' not in out, err
+
+# ------------------------------------ actions ------------------------------------
+
+def steps_taken():
+    """A patch that counts training batches."""
+    batch, taken = gpt.Task.batch, []
+    return taken, unittest.mock.patch.object(
+        gpt.Task, 'batch', lambda self, it, rows: taken.append(it) or batch(self, it, rows))
+
+def test_compare():
+    """A table, a csv; finished runs are reused, an interrupted one goes on, a new script starts over."""
+    with folder() as path:
+        flags = ['compare', '--over', 'attention=softmax,belief', '--over', 'lr=0.01,0.001', '--seeds', '0,1', *tiny(path)]
+        with interrupted_at(4):
+            assert run(*flags)[0] == 130
+        taken, counting = steps_taken()
+        with counting:
+            code, out, err, table = run(*flags)
+        assert code == 0 and len(taken) == 8 * 6 - 5, (err, len(taken))
+        assert list(table) == ['softmax 0.01', 'softmax 0.001', 'belief 0.01', 'belief 0.001']
+        with open(path / 'out/attentionx_gpt/compare/compare.csv', newline='') as f:
+            rows = list(csv.DictReader(f))
+        assert [float(row['mean']) for row in rows] == [row['mean'] for row in table.values()]
+        logs = [json.loads(torch.load(p, weights_only=True)['progress'])[3][-1]['val_loss']
+                for seed in (0, 1) for p in (path / 'out/attentionx_gpt/compare').glob(f'belief-0.01-s{seed}-*/ckpt.pt')]
+        base = [json.loads(torch.load(p, weights_only=True)['progress'])[3][-1]['val_loss']
+                for seed in (0, 1) for p in (path / 'out/attentionx_gpt/compare').glob(f'softmax-0.01-s{seed}-*/ckpt.pt')]
+        gaps, row = np.subtract(logs, base), table['belief 0.01']
+        assert abs(row['mean'] - np.mean(logs)) < 1e-12 and abs(row['sd'] - np.std(logs, ddof=1)) < 1e-12
+        assert abs(row['t'] - gaps.mean() / gaps.std(ddof=1) * math.sqrt(2)) < 1e-9
+        taken.clear()
+        with counting:
+            assert repr(run(*flags)[3]) == repr(table) and not taken
+        edited = path / 'attentionx_gpt.py'
+        edited.write_text((HERE / 'attentionx_gpt.py').read_text('utf-8') + '# edited\n', 'utf-8')
+        with counting, unittest.mock.patch.object(gpt, '__file__', str(edited)):
+            assert run(*flags)[0] == 0 and len(taken) == 8 * 6
+        (path / 'text.txt').write_text(TEXT[::-1])  # other data, other runs
+        taken.clear()
+        with counting:
+            assert run(*flags)[0] == 0 and len(taken) == 8 * 6
+
+def test_compare_tables():
+    with folder() as path:
+        for name in gpt.TABLES:
+            code, out, err, table = run('compare', '--table', name, '--seeds', 0, *tiny(path, '--max-iters', 1))
+            assert code == 0 and list(table) == list(gpt.TABLES[name]), err
+
+def test_bench():
+    with folder() as path:
+        code, out, err, rows = run('bench', '--rounds', 3, *tiny(path))
+        assert code == 0 and list(rows) == VARIANTS, err
+        assert rows['softmax']['train_ratio'] == 1 and rows['belief']['train_ms'] > 0
+        assert rows['belief-star']['parameters'] == rows['belief']['parameters'] + 2 * 16 * 16
+
+def test_inspect():
+    """The figures of a layer against the attention matrix written out; all variants run."""
+    idx = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(0))
+    net = model(attention='belief').double().eval()
+    row, attn = gpt.diagnose(net, idx)[0], net.transformer.h[0].attn
+    x = net.transformer.wte(idx) + net.transformer.wpe(torch.arange(9))
+    q, k, v = (t.transpose(1, 2) for t in attn.qkv(net.transformer.h[0].ln_1(x)))
+    p = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf).softmax(-1)
+    mh, v = ((t).transpose(1, 2).flatten(2) for t in (p @ v, v))
+    alpha = (mh * v).sum(-1) / (v * v).sum(-1)
+    delta = mh - alpha[..., None] * v
+    for key, value in dict(update=delta.norm(dim=-1), mh=mh.norm(dim=-1), alpha=alpha,
+                           p_own=p.diagonal(dim1=2, dim2=3),
+                           cos_update=F.cosine_similarity(attn.c_proj(delta), x, dim=-1),
+                           cos_mh=F.cosine_similarity(attn.c_proj(mh), x, dim=-1)).items():
+        assert abs(row[key] - value.mean().item()) < 1e-6, key
+    with folder() as path:
+        for name in VARIANTS:
+            code, out, err, result = run('inspect', '--attention', name, *tiny(path, '--max-iters', 3))
+            assert code == 0 and len(result['rows']) == 2 * 2 and (result['folder'] / 'inspect.csv').exists(), err
+
+def test_sample():
+    with folder() as path:
+        trained = run(*tiny(path))[3]
+        flags = ['sample', '--out-dir', path / 'out', '--prompt', 'the quick', '--max-new-tokens', 5]
+        a, b = (run(*flags, '--num-samples', 2)[3] for _ in range(2))
+        assert a['samples'] == b['samples'] and all(s.startswith('the quick') for s in a['samples'])
+        assert len(a['tokens'][0]) == 14 and a['folder'] == trained['folder']
+        (path / 'prompt.txt').write_text('lazy')
+        assert run(*flags, '--prompt', f'FILE:{path}/prompt.txt')[3]['samples'][0].startswith('lazy')
+        refuse(['gone.txt'], *flags, '--prompt', f'FILE:{path}/gone.txt')
+        refuse(['--prompt'], *flags, '--prompt', '')
+        refuse(['--temperature'], *flags, '--temperature', -1)
+        refuse(['--gamma'], *flags, '--gamma', 2)
+
+def test_two_processes():
+    """torchrun with two processes takes the steps of one process at the same global batch."""
+    with folder() as path:
+        flags = [str(f) for f in tiny(path, '--grad-accum-steps', 2)]
+        one = run(*flags)[3]
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2',
+                   str(HERE / 'attentionx_gpt.py'), *flags, '--out-dir', str(path / 'two')]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.count('validation loss') == 1
+        two = weights(path / 'two/attentionx_gpt/attentionx-s1337')
+        for key, p in weights(one['folder']).items():
+            close(p, two[key], 1e-5)
+
+def test_cuda():
+    """Every variant on the GPU agrees with the CPU, in its default precision and under compile."""
+    if not torch.cuda.is_available():
+        raise unittest.SkipTest('no CUDA device')
+    idx = torch.randint(40, (4, 16))
+    for name in VARIANTS:
+        for zero_diag in (False, True):
+            net = model(attention=name, zero_diag=zero_diag)
+            want = net(idx, idx)[0]
+            got = net.cuda()(idx.cuda(), idx.cuda())[0].cpu()
+            close(got, want, 2e-2 * want.abs().max())
+    with folder() as path:
+        for dtype in ('float16', 'auto'):
+            code, out, err, result = run(*tiny(path, '--dtype', dtype), '--device', 'cuda')
+            assert code == 0 and 'cuda' in out and math.isfinite(result['val_loss']), err
+
+# ------------------------------------ prepare_data.py ------------------------------------
+
+def prepare(*argv):
+    """Run prepare_data.py; return (meta, None), or (what it said on stderr, exit code)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            return prepare_data.main([str(a) for a in argv]), None
+        except SystemExit as e:
+            return err.getvalue(), e.code
+
+def refused(says, *argv, code=2):
+    """Assert that the command stops with one line that says `says`."""
+    said, got = prepare(*argv)
+    assert got == code and said.count('\n') == 1 and says in said, (argv, got, said)
+    assert said.startswith('prepare_data: '), said
+
+def tree(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+
+def tar_of(members):
+    """A tar in memory. members: (name, bytes), None for a symbolic link in place of bytes."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode='w:') as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            if data is None:
+                info.type, info.linkname = tarfile.SYMTYPE, '/etc/passwd'
+            info.size = len(data or b'')
+            tar.addfile(info, io.BytesIO(data or b''))
+    return buffer.getvalue()
+
+@contextlib.contextmanager
+def serving(body, cuts=0, ranges=True, lie=b''):
+    """Serve `body` on 127.0.0.1: the first `cuts` answers break off half-way; yields (url, log).
+
+    log has the Range header of each request. `lie` is served in place of `body` from /lie.
+    """
+    log, left = [], [cuts]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            log.append(self.headers.get('Range'))
+            data, first = (lie if self.path.startswith('/lie') else body), 0
+            if ranges and log[-1]:
+                first = int(log[-1][6:-1])
+                if first >= len(data):
+                    return self.send_error(416)
+                self.send_response(206)
+                self.send_header('Content-Range', f'bytes {first}-{len(data) - 1}/{len(data)}')
+            else:
+                self.send_response(200)
+            self.send_header('Content-Length', str(len(data) - first))
+            self.end_headers()
+            end = first + (len(data) - first) // 2 if left[0] > 0 else len(data)
+            left[0] -= 1
+            self.wfile.write(data[first:end])
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        with unittest.mock.patch.object(prepare_data, 'PAUSE', 0):
+            yield f'http://127.0.0.1:{server.server_port}/', log
+    finally:
+        server.shutdown()
+        server.server_close()
+
+def fetch(urls, path, size, digest):
+    """prepare_data.fetch, quietly; returns what it said on stderr, '' for success."""
+    err = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        try:
+            prepare_data.fetch(urls, path, size, digest)
+        except SystemExit as e:
+            assert e.code == 2 and err.getvalue().count('\n') == 1, err.getvalue()
+    return err.getvalue()
+
+PROSE = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
+
+def test_prepare_bytes_are_utf8():
+    encoder = prepare_data.load_tokenizer('bytes')
+    for text in '', 'a', PROSE, ' ' * 500, '\n\n x\n', ''.join(map(chr, range(0xd800))):
+        assert encoder.encode_ordinary(text) == list(text.encode()), text[:40]
+        for size in 1, 7, 64:
+            assert ''.join(prepare_data.pieces(io.StringIO(text, newline=''), size)) == text
+
+def test_prepare_pieces_keep_the_tokens():
+    # GPT-2's pattern, and merges that make a token of every pair of characters inside a match
+    import tiktoken
+    pairs = [bytes([a, b]) for a in range(128) for b in range(128)]
+    encoder = tiktoken.Encoding(
+        'pairs', special_tokens={}, mergeable_ranks={
+            token: i for i, token in enumerate([bytes([i]) for i in range(256)] + pairs)},
+        pat_str=r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    rng = np.random.default_rng(0)
+    for text in PROSE, ''.join(rng.choice(list("ab'1.  \n\n\r\t\x1c\x85\u3000é"), 20_000)):
+        whole = encoder.encode_ordinary(text)
+        for size in 50, 333, 1000:
+            cut = list(prepare_data.pieces(io.StringIO(text, newline=''), size))
+            assert len(cut) > len(text) / size / 2
+            assert [t for piece in cut for t in encoder.encode_ordinary(piece)] == whole, size
+
+def test_prepare_text():
+    with tempfile.TemporaryDirectory() as d:
+        d = pathlib.Path(d)
+        (d / 'some.notes.txt').write_bytes(PROSE.encode())
+        run = 'text', d / 'some.notes.txt', '--data_dir', d / 'data', '--tokenizer=bytes'
+        meta, _ = prepare(*run)
+        folder, cut = d / 'data' / 'some.notes', int(0.9 * len(PROSE))
+        parts = {'train': PROSE[:cut].encode(), 'val': PROSE[cut:].encode()}
+        counts = {split: len(part) for split, part in parts.items()}
+        for split, part in parts.items():
+            assert np.fromfile(folder / f'{split}.bin', '<u2').astype(np.uint8).tobytes() == part
+        assert meta == json.loads((folder / 'meta.json').read_text())
+        assert (meta['tokenizer'], meta['vocab_size']) == ('bytes', 256)
+        assert meta['tokens'] == meta['bytes'] == counts
+        assert {p.name for p in folder.iterdir()} == {'train.bin', 'val.bin', 'meta.json'}
+        # again: no work; a changed file: new tokens; a failure or Ctrl-C: what was there stays
+        with unittest.mock.patch.object(prepare_data, 'write_bins', None):
+            assert prepare(*run) == (meta, None)
+        (d / 'some.notes.txt').write_bytes(b'changed' * 10)
+        before = tree(d / 'data')
+        for error, code in (KeyboardInterrupt, 130), (OSError(28, 'No space left'), 2):
+            with unittest.mock.patch.object(prepare_data, 'meter', side_effect=error):
+                refused('interrupted' if code == 130 else 'No space left', *run, code=code)
+        assert tree(d / 'data') == before
+        with unittest.mock.patch('os.replace', side_effect=OSError(5, 'worst moment')):
+            refused('worst moment', *run)  # then there is no dataset, but not half a one either
+        assert prepare_data.prepared(folder) is None
+        assert prepare(*run)[0]['tokens'] == {'train': 63, 'val': 7}
+        assert prepare('--list', '--data-dir', d / 'data')[0]['shakespeare'] is None
+        if prepare_data.fcntl:
+            (d / 'some.notes.txt').write_bytes(PROSE.encode())
+            with prepare_data.workshop(folder):
+                refused('another prepare_data.py', *run)
+
+def test_prepare_refuses():
+    with tempfile.TemporaryDirectory() as d:
+        d = pathlib.Path(d)
+        for name, data in ('empty', b''), ('tiny', b'abc'), ('latin', 'é'.encode('latin-1') * 99):
+            (d / name).write_bytes(data)
+        data = '--data-dir', d / 'data', '--tokenizer', 'bytes'
+        refused('longer', 'text', d / 'empty', *data)
+        refused('longer', 'text', d / 'tiny', *data)
+        refused('utf-8', 'text', d / 'latin', *data)
+        refused('no file', 'text', d, *data)
+        refused('no file', 'text', d / 'missing', *data)
+        refused('FILE', 'text', *data)
+        refused('letters', 'text', d / 'latin', '--name', '../x', *data)
+        refused('other dataset', 'text', d / 'latin', '--name', 'fineweb', *data)
+        refused('takes no FILE', 'shakespeare', d / 'latin', *data)
+        refused('where 1,115,394', 'shakespeare', '--from', d / 'latin', *data)
+        refused('name the folder', 'fineweb', '--from', d / 'latin', '--data-dir', d / 'data')
+        refused('leave the flag', 'fineweb', *data)
+        refused('name a dataset')
+        refused('no file', 'text', *data, d / 'missing')
+        refused('invalid choice', 'imagenet')
+        refused('unrecognized', 'shakespeare', '--tok', 'bytes')
+        refused('--tokenizer', 'shakespeare', '--tokenizer', 'words')
+        refused('1 to 21', 'openwebtext', '--subsets', '22')
+        refused('use 1 to 1', 'shakespeare', '--shards', '2')
+        assert not any((d / 'data').glob('*')), 'a refusal left something behind'
+        with unittest.mock.patch('tiktoken.get_encoding', side_effect=ConnectionError('a\nb')):
+            refused('TIKTOKEN_CACHE_DIR', 'text', d / 'tiny', '--data-dir', d / 'data')
+        (d / 'file').write_text('')
+        refused('file', 'text', d / 'latin', '--tokenizer', 'bytes', '--data-dir', d / 'file')
+
+def test_prepare_fetch():
+    body = np.random.default_rng(0).bytes(500_000)
+    size, digest = len(body), 'sha256:' + hashlib.sha256(body).hexdigest()
+    with tempfile.TemporaryDirectory() as d:
+        path, part = pathlib.Path(d, 'a.bin'), pathlib.Path(d, 'a.bin.part')
+        for known in (size, digest), (None, None):
+            with serving(body, cuts=2) as (url, log):  # cut twice, resumed twice
+                assert fetch([url], path, *known) == '' and path.read_bytes() == body
+                assert log[0] is None and len(log) == 3 and 'bytes=0-' < log[1] < log[2], log
+        with serving(body, cuts=1, ranges=False) as (url, log):  # Range ignored: from the start
+            assert fetch([url], path, size, digest) == '' and path.read_bytes() == body
+        part.write_bytes(body + b'!')
+        with serving(body) as (url, log):  # 416: from the start
+            assert fetch([url], path, size, digest) == '' and path.read_bytes() == body
+            assert log == [f'bytes={size + 1}-', None] and not part.exists()
+        path.unlink()
+        with serving(body, lie=body[:-1] + b'?') as (url, log):  # a mirror with another file
+            said = fetch([url + 'lie'], path, size, digest)
+            assert digest[7:] in said and hashlib.sha256(body[:-1] + b'?').hexdigest() in said
+            assert not path.exists() and not part.exists() and len(log) == 1
+            assert fetch([url + 'lie', url], path, size, digest) == ''
+            path.unlink()
+        with serving(body, lie=b'<html>log in first</html>') as (url, log):
+            assert '25 bytes where 500,000' in fetch([url + 'lie'], path, size, digest)
+            assert fetch([url + 'lie', url], path, size, digest) == ''
+            path.unlink()
+        with serving(body, cuts=99) as (url, log):  # given up: the part stays, to go on from
+            assert 'ChunkedEncodingError' in fetch([url], path, size, digest)
+            assert part.stat().st_size > size / 2 and not path.exists()
+        with serving(body) as (url, log), unittest.mock.patch.dict(
+                prepare_data.DATASETS['shakespeare'], files=[([url + 'input.txt'], size, digest)]):
+            run = 'shakespeare', '--data-dir', d, '--tokenizer', 'bytes'
+            refused('utf-8', *run)  # random bytes are no text; the download stays
+            assert pathlib.Path(d, 'shakespeare', 'download', 'input.txt').read_bytes() == body
+            refused('utf-8', *run)
+            assert len(log) == 1, 'the kept download was fetched again'
+
+def test_prepare_archives():
+    with tempfile.TemporaryDirectory() as d:
+        d = pathlib.Path(d)
+        data = '--data-dir', d / 'data', '--tokenizer', 'bytes', '--no-verify'
+        with zipfile.ZipFile(d / 'w.zip', 'w') as z:
+            z.writestr('../../evil', 'evil')
+            z.writestr('wikitext-2-raw/wiki.train.raw', PROSE)
+            assert prepare('wikitext-2', '--from', d / 'w.zip', *data)[1] == 2  # no valid split
+            z.writestr('wikitext-2-raw/wiki.valid.raw', 'valid \n')
+        meta, _ = prepare('wikitext-2', '--from', d / 'w.zip', *data)
+        assert meta['tokens'] == {'train': len(PROSE.encode()), 'val': 7}, meta
+        assert 'unverified' in meta['source']
+        pages = [f'page {i} of some' for i in range(2001)]
+        half = [tar_of([('../../evil.txt', b'\n a\n\n\n\nb '), ('/etc/evil', None)]
+                       + [(f'{i}.txt', page.encode()) for i, page in enumerate(part)])
+                for part in (pages[:1000], pages[1000:])]
+        (d / 'o.tar').write_bytes(tar_of([
+            ('../../../evil.xz', None), ('../evil.xz', lzma.compress(half[0])),
+            ('owt/2.xz', lzma.compress(half[1])), ('evil.pickle', b'cos\nsystem\n.')]))
+        meta, _ = prepare('openwebtext', '--from', d / 'o.tar', *data[:-1])
+        bins = {s: np.fromfile(d / f'data/openwebtext/{s}.bin', '<u2').astype(np.uint8).tobytes()
+                for s in ('train', 'val')}
+        documents = ['a\n\nb'] + pages[:1000] + ['a\n\nb'] + pages[1000:]
+        assert bins['val'].decode() == ''.join(f'{documents[i]}\n\n' for i in (0, 2000))
+        documents = [x for i, x in enumerate(documents) if i % 2000]
+        assert bins['train'].decode() == ''.join(f'{x}\n\n' for x in documents)
+        whole, before = (d / 'o.tar').read_bytes(), tree(d / 'data')
+        end = whole.index(b'evil.pickle')
+        at = whole.index(b'\xfd7zXZ') + 300
+        flip = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:]
+        cuts = [whole[:n] for n in (100, 512, 1024, 2000, end - 100, end)]
+        for bad in (b'', b'<html>' * 999, flip, *cuts):
+            (d / 'bad').write_bytes(bad)
+            refused('name a whole file', 'openwebtext', '--from', d / 'bad', *data[:-1])
+        assert tree(d / 'data') == before
+        assert {p.name for p in d.iterdir()} == {'data', 'w.zip', 'o.tar', 'bad'}
+
+def test_prepare_fineweb():
+    def shard(magic=20240520, version=1, count=1000, top=50256):
+        header = np.zeros(256, '<i4')
+        header[:3] = magic, version, count
+        return header.tobytes() + np.linspace(0, top, 1000).astype('<u2').tobytes()
+
+    with tempfile.TemporaryDirectory() as d:
+        d = pathlib.Path(d)
+        run = 'fineweb', '--from', d, '--no-verify', '--shards', '2', '--data-dir', d / 'data'
+        (d / 'fineweb_val_000000.bin').write_bytes(shard())
+        (d / 'fineweb_train_000002.bin').write_bytes(shard())
+        for bad in (shard(magic=20240801), shard(version=7), shard(count=999), shard(count=-500),
+                    shard(top=50257), shard()[:-1], shard()[:100], b''):
+            (d / 'fineweb_train_000001.bin').write_bytes(bad)
+            refused('fineweb_train_000001.bin', *run)
+            assert not (d / 'data' / 'fineweb').exists()
+        (d / 'fineweb_train_000001.bin').write_bytes(shard())
+        meta, _ = prepare(*run)
+        assert meta['tokens'] == {'train': 2000, 'val': 1000} and 'bytes' not in meta
+        assert (meta['tokenizer'], meta['vocab_size']) == ('gpt2', 50257)
+        assert (d / 'data/fineweb/val.bin').read_bytes() == shard()[1024:]
+        assert (d / 'data/fineweb/train.bin').read_bytes() == 2 * shard()[1024:]
+
+# ------------------------------------ runner ------------------------------------
+
+def main(words):
+    tests = [(name, f) for name, f in list(globals().items()) if name.startswith('test_')
+             and (not words or any(word in name for word in words))]
+    counts = dict.fromkeys(('passed', 'failed', 'skipped'), 0)
+    for name, f in tests:
+        clock, why = time.time(), ''
+        try:
+            f()
+            status = 'passed'
+        except unittest.SkipTest as e:
+            status, why = 'skipped', f': {e}'
+        except BaseException as e:
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            status, why = 'failed', ':\n' + traceback.format_exc()
+        counts[status] += 1
+        print(f'{name} {status} ({time.time() - clock:.1f} s){why}', flush=True)
+    print(', '.join(f'{n} {status}' for status, n in counts.items()))
+    return 1 if counts['failed'] or not counts['passed'] else 0
+
+if __name__ == '__main__':
+    raise SystemExit(main(sys.argv[1:]))
