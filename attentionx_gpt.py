@@ -57,10 +57,10 @@ class Config:
     zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
     # model
     arch: str = 'gpt2'             # x in ('gpt2', 'rotary'): nanoGPT's, or BeliefFormer's model
-    n_layer: int = 4               # x >= 1: blocks
+    n_layer: int = 3               # x >= 1: blocks
     n_head: int = 4                # x >= 1: heads in a block
     n_embd: int = 128              # x >= 1: channels
-    block_size: int = 128          # x >= 2: tokens in a window
+    block_size: int = 64           # x >= 2: tokens in a window
     vocab_size: int = 256          # 2 <= x <= 65536: tokens; at least as many as the data has
     bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
     dropout: float = 0.0           # 0 <= x < 1: probability
@@ -71,10 +71,10 @@ class Config:
     tokenizer: str = 'bytes'       # x in ('bytes', 'gpt2'): for text files; data/ knows its own
     # training
     max_iters: int = 1000          # x >= 0: optimiser steps
-    batch_size: int = 16           # 1 <= x <= 1e6: windows in memory at once, per process
+    batch_size: int = 32           # 1 <= x <= 1e6: windows in memory at once, per process
     grad_accum_steps: int = 1      # 1 <= x <= 1e6: batches in an optimiser step, over all processes
-    learning_rate: float = 3e-3    # 0 < x <= 100: at its peak
-    min_lr: float = 3e-4           # 0 <= x <= 100: where the cosine ends
+    learning_rate: float = 2e-3    # 0 < x <= 100: at its peak
+    min_lr: float = 2e-4           # 0 <= x <= 100: where the cosine ends
     schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'constant'): after the warmup
     warmup_iters: int = 100        # x >= 0: steps of linear warmup
     warmdown_iters: int = 0        # x >= 0: steps of the trapezoid's descent to zero
@@ -282,14 +282,14 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None):
         """x (B, T, C) -> (B, T, C). `cache`, a dict, keeps k and v of all tokens so far."""
-        q, k, v = self.qkv(x, past=cache['k'].size(2) if cache else 0)
-        own = v                                                             # (B, T, nh, hs)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                    # (B, nh, T, hs)
+        q, k, own = self.qkv(x, past=cache['k'].size(1) if cache else 0)    # (B, T, nh, hs)
+        v = own
         if cache:
-            k, v = torch.cat([cache['k'], k], dim=2), torch.cat([cache['v'], v], dim=2)
+            k, v = torch.cat([cache['k'], k], dim=1), torch.cat([cache['v'], v], dim=1)
         if cache is not None:
             cache.update(k=k, v=v)
         dropout = self.config.dropout if self.training else 0.0
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                    # (B, nh, T, hs)
         mh = multi_head(q, k, v, self.config.zero_diag, dropout)            # (B, T, nh, hs)
         return self.project(ATTENTION[self.config.attention](mh, own, self.gamma))
 
@@ -325,7 +325,7 @@ def token_losses(x, weight, targets):
     """Cross-entropy, nats, of features x (N, C) and targets (N,) under logits x W^T -> (N,).
 
     With 50,000 tokens the logits outweigh the model. So they are made, used and forgotten chunk by
-    chunk, and made again in the backward pass: one more product with W, no memory that grows with N.
+    chunk, and made again in the backward pass: one more product with W, and N may be any number.
     """
     def chunk(x, targets):
         return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1, reduction='none')
@@ -368,7 +368,7 @@ class GPT(nn.Module):
         """idx (B, T) -> what the output layer sees, (B, T, C)."""
         x = self.transformer.wte(idx)                                       # (B, T, C)
         if self.config.arch == 'gpt2':
-            past = cache[0]['k'].size(2) if cache and cache[0] else 0
+            past = cache[0]['k'].size(1) if cache and cache[0] else 0
             position = torch.arange(past, past + idx.size(1), device=idx.device)
             x = self.transformer.drop(x + self.transformer.wpe(position))
         for i, block in enumerate(self.transformer.h):
@@ -391,7 +391,7 @@ class GPT(nn.Module):
         losses = token_losses(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return None, losses.sum() / (targets != -1).sum()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
         """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token.
 
@@ -401,7 +401,7 @@ class GPT(nn.Module):
         cache = [{} for _ in self.transformer.h]
         for _ in range(max_new_tokens):
             if use_cache and idx.size(1) <= self.config.block_size:
-                new = idx[:, cache[0]['k'].size(2):] if cache[0] else idx
+                new = idx[:, cache[0]['k'].size(1):] if cache[0] else idx
                 logits, _ = self(new, cache=cache)
             else:
                 logits, _ = self(idx[:, -self.config.block_size:])
@@ -447,13 +447,13 @@ def load_text(config):
         except ValueError as e:
             fail(f'--data {path} is not utf-8 text ({e})')
         cut = len(whole) * 9 // 10
-        text = encode(whole[:cut], whole[cut:], f'{path}, the last tenth held out', config.tokenizer)
+        text = encode(whole[:cut], whole[cut:], str(path), config.tokenizer)
     else:
         text = load_bins(path if path.is_dir() else Path('data', config.data))
     for name, tokens in (('training', text.train), ('validation', text.val)):
         if len(tokens) <= config.block_size + 1:
-            fail(f'--data {config.data}: {len(tokens)} {name} tokens do not fill a window; give more '
-                 f'text or a --block-size under {config.block_size}')
+            fail(f'--data {config.data}: {len(tokens)} {name} tokens do not fill a window; '
+                 f'give more text or a --block-size under {config.block_size}')
     return text
 
 def encode(train, val, about, tokenizer):
@@ -480,8 +480,8 @@ def load_bins(folder):
             stamp=[(f.stat().st_size, f.stat().st_mtime) for f in sorted(folder.glob('*.bin'))],
             bytes_per_token=known / len(val) if known else None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        fail(f'{folder} is no prepared text ({type(e).__name__}: {e}): it needs train.bin and val.bin '
-             'of uint16 tokens and meta.json, say {"tokenizer": "gpt2", "vocab_size": 50257}')
+        fail(f'{folder} is no prepared text ({type(e).__name__}: {e}): it needs train.bin, val.bin '
+             'of uint16 tokens and a meta.json like {"tokenizer": "gpt2", "vocab_size": 50257}')
 
 def windows(tokens, starts, config, device):
     """The tokens from each start on, and the same one step later: two of (B, T), int64."""
@@ -551,7 +551,7 @@ def pick_device(config):
     """Device, dtype of products, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
-    dtype, why = 'float32', f'{torch.get_num_threads()} CPU threads'
+    dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
     try:
         device = torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as e:
@@ -720,12 +720,12 @@ class Task:
     """Language modelling as the harness sees it."""
     unit, metric = 'tokens', 'val_loss'
 
-    def __init__(self, config):
+    def __init__(self, config, resumed=False):
         self.text, self.device = load_text(config), pick_device(config)[0]
         self.config = replace(config, tokenizer=self.text.tokenizer,
                               vocab_size=max(config.vocab_size, self.text.vocab_size))
         self.model, self.per_row = GPT(self.config), config.block_size
-        if config.init:
+        if config.init and not resumed:
             load_weights(self.model, config.init)
         self.model.to(self.device)
         last, n = len(self.text.val) - config.block_size - 1, config.eval_iters * config.batch_size
@@ -811,8 +811,9 @@ def diagnose(model, idx):
                    for t in (update, mh)]
         figures = [update.flatten(2).norm(dim=-1), mh.flatten(2).norm(dim=-1),
                    mh_v / v_v.clamp_min(1e-30), p_own, *cosines]
-        rows.append(dict(zip(('update', 'mh', 'alpha', 'p_own', 'cos_update', 'cos_mh'),
-                             (t.float().mean().item() for t in figures)), layer=len(rows)))
+        names = ('update', 'mh', 'alpha', 'p_own', 'cos_update', 'cos_mh')
+        means = [t.float().mean().item() for t in figures]
+        rows.append(dict(layer=len(rows), **dict(zip(names, means))))
     return rows
 
 def points(rows, x, y):
@@ -857,7 +858,7 @@ def start(config, given, resume=None):
               f'`python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
     config, folder, state = open_run(config, given, resume)
-    task = Task(config)
+    task = Task(config, resumed=bool(state))
     c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
     formula = ATTENTION[c.attention].__doc__.split('  ')[0].rstrip('.')
     print(f'model   {c.variant}: {formula} (gamma {task.model.transformer.h[0].attn.gamma:g})\n'
@@ -896,8 +897,9 @@ def report(task, folder, result):
     print(f'files   {folder}: {", ".join(["ckpt.pt", "log.csv"] + files)}')
     with contextlib.suppress(SystemExit):  # no tokenizer, no sample; the run is good all the same
         encoding = get_tokenizer(c.tokenizer)
-        idx = torch.tensor([encoding.encode_ordinary('\n')], device=task.device)
-        out = task.model.eval().generate(idx, 300, temperature=0.7)[0]
+        prompt = encoding.encode_ordinary('\ndef ' if c.data == 'builtin' else '\n')
+        idx = torch.tensor([prompt], device=task.device)
+        out = task.model.eval().generate(idx, 400, temperature=0.7)[0]
         print('sample  ' + decode(encoding, out).strip().replace('\n', '\n        '))
 
 def decode(encoding, tokens):
@@ -951,73 +953,77 @@ def compare(options, config, given):
     except ValueError as e:
         fail(f'compare: {e}')
     for i, (name, c) in enumerate(plan):
-        task = Task(c)
+        task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(c), task.text.stamp, torch.__version__, Path(__file__).read_text('utf-8')]
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
-        state, path = None, folder / 'ckpt.pt'
-        if path.exists():
-            state = load_checkpoint(path)
-            print(f'{path} is there: step {json.loads(state["progress"])[0]} of {c.max_iters}')
-        result = fit(task, task.config, folder, state, f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: ')
+        found = (folder / 'ckpt.pt').exists()
+        state = load_checkpoint(folder / 'ckpt.pt') if found else None
+        if found:
+            print(f'{label}found in {folder}')
+        result = fit(task, task.config, folder, state, label)
         if result['iter'] < c.max_iters:
             fail('--max-minutes are over; the same command goes on from here')
         runs.setdefault(name, []).append(dict(result, parameters=count(task.model)))
     return tabulate(runs, base, Task.metric)
 
 def tabulate(runs, base, metric):
-    """Print a comparison, {case: [result of every seed]}, and write it as csv and png."""
-    table, first = [], next(iter(runs.values()))
+    """Print a comparison, {case: [result of each seed]}, and write it as csv and png."""
+    table, first = {}, [r[metric] for r in next(iter(runs.values()))]
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
     print(f'\n{"":24}{"parameters":>12}{metric:>19}{"against first row":>20}{"t":>7}{"seconds":>9}')
     for case, mine in runs.items():
-        values, gaps = [r[metric] for r in mine], [r[metric] - f[metric] for r, f in zip(mine, first)]
-        row = dict(case=case, seeds=len(mine), parameters=mine[0]['parameters'],
-                   mean=statistics.fmean(values), sd=spread(values), difference=statistics.fmean(gaps),
-                   difference_sd=spread(gaps), seconds=statistics.fmean(r['seconds'] for r in mine))
-        row['t'] = row['difference'] / (row['difference_sd'] / len(gaps) ** 0.5 or math.nan)
+        values = [r[metric] for r in mine]
+        gaps = [value - base for value, base in zip(values, first)]
+        table[case] = row = dict(
+            case=case, seeds=len(mine), parameters=mine[0]['parameters'],
+            mean=statistics.fmean(values), sd=spread(values),
+            difference=statistics.fmean(gaps), difference_sd=spread(gaps),
+            t=statistics.fmean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
+            seconds=statistics.fmean(r['seconds'] for r in mine))
         print('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
               '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**row))
-        table.append(row)
-    write_csv(base / 'compare.csv', table)
+    write_csv(base / 'compare.csv', list(table.values()))
     average = lambda mine, x: [tuple(map(statistics.fmean, zip(*at)))  # over the seeds
                                for at in zip(*(points(r['log'], x, metric) for r in mine))]
     files = draw(base / 'compare.png', [
         (metric, label, {case: average(mine, x) for case, mine in runs.items()})
         for x, label in (('iter', 'step'), ('seconds', 'seconds of training'))])
     print(f'{base}: {", ".join(["compare.csv"] + files)}')
-    return {row['case']: row for row in table}
+    return table
 
 def bench(options, config, given):
     """Time training step and inference of the cases in turn, so that noise meets all alike."""
     device, dtype, why = pick_device(config)
     autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
-    rounds, times, rows, cases = options['rounds'], {}, {}, cases_of(options)
+    rounds, cases, times, rows = options['rounds'], cases_of(options), {}, {}
     if rounds < 2:
         fail('--rounds must be at least 2')
 
     def step(task, training):
         with autocast(), torch.set_grad_enabled(training):
-            loss = task.loss(task.model.train(training), task.first_batch)
+            loss = task.loss(task.model.train(training), task.one_batch)
         if training:
             loss.backward()
             task.adam.step()
             task.adam.zero_grad()
         return loss.item()  # waits for the device
 
+    print(f'{device}, {str(dtype)[6:]} ({why}); batch {config.batch_size}, {rounds} rounds')
     for name, case in cases.items():
         cases[name] = task = Task(replace(config, **case))
-        task.first_batch, task.adam = task.batch(0, range(config.batch_size)), task.optimizer()
-        kept, ours = {}, {p.data_ptr() for p in task.model.parameters()}
-        def note(t):
-            if t.untyped_storage().data_ptr() not in ours:
-                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        task.one_batch, task.adam = task.batch(0, range(config.batch_size)), task.optimizer()
+        kept = {}  # what the backward pass needs, by the place where it lies
+        def keep(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             step(task, True)
-        rows[name] = dict(case=name, parameters=count(task.model), saved_mb=sum(kept.values()) / 2 ** 20)
-    print(f'{device}, {str(dtype)[6:]} ({why}); batch {config.batch_size}, {rounds} rounds')
+        for p in task.model.parameters():
+            kept.pop(p.data_ptr(), None)
+        rows[name] = {'case': name, 'parameters': count(task.model),
+                      'kept_MB': sum(kept.values()) / 1e6}
     for _ in range(rounds + 2):  # two to warm up
         for name, task in cases.items():
             for training in (True, False):
@@ -1025,15 +1031,16 @@ def bench(options, config, given):
                 step(task, training)
                 times.setdefault((name, training), []).append(time.perf_counter() - clock)
     for (name, training), own in times.items():
-        base, word = times[next(iter(cases)), training], 'train' if training else 'infer'
-        low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], base[2:])], n=4)
-        ms = 1e3 * statistics.median(own[2:])
-        rows[name].update({f'{word}_ms': ms, f'{word}_ratio': ratio, f'{word}_iqr': high - low,
-                           f'{task.unit}/s': 1e3 * config.batch_size * task.per_row / ms})
-    for row in [dict.fromkeys(rows[name]), *rows.values()]:
-        print(''.join(f'{v or k:>16}' if isinstance(v, (str, type(None))) else
-                      f'{v:16.3f}' if k.endswith(('ratio', 'iqr')) else f'{v:16,.0f}'
-                      for k, v in row.items()))
+        first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
+        low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
+        median = statistics.median(own[2:])
+        rows[name].update({word + '_ms': 1e3 * median, word + '_ratio': ratio,
+                           word + '_iqr': high - low,
+                           f'{word}_{task.unit[:3]}/s': config.batch_size * task.per_row / median})
+    print(''.join(f'{key:>14}' for key in rows[name]))
+    for row in rows.values():
+        print(''.join(f'{v:>14}' if k == 'case' else f'{v:14,.3f}' if k.endswith(('ratio', 'iqr')) else
+                      f'{v:14,.0f}' for k, v in row.items()))
     return rows
 
 class Inspection(Task):
@@ -1045,26 +1052,24 @@ class Inspection(Task):
         return super().evaluate()
 
 def inspect_layers(options, config, given):
-    """Train and watch the layers. AX1 guesses that the discrepancy shrinks with depth: see panel 1."""
+    """Train and watch the layers. Panel 1 tests AX1's guess that discrepancy shrinks with depth."""
     task, folder, _ = start(config, given)
     task.__class__ = Inspection
     result = fit(task, task.config, folder)
     steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
     rows = [dict(iter=step, **row) for step, layers in zip(steps, task.seen) for row in layers]
     write_csv(folder / 'inspect.csv', rows)
-    last = rows[-config.n_layer:]
-    discrepancy = '||MH||' if config.attention == 'softmax' else '||Phi||, ||Delta||'
-    titles = dict(update=discrepancy, mh='||MH||', alpha='alpha', p_own='weight of the own token',
-                  cos_update='cosine of the update to X')
-    panels = [(discrepancy + ' by depth', 'layer', {
+    panels = [('update by depth', 'layer', {
         f'step {step}': points([r for r in rows if r['iter'] == step], 'layer', 'update')
         for step in steps[::max(1, len(steps) // 4)]})]
-    panels += [(title, 'step', {
+    panels += [(key, 'step', {
         f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
-        for i in range(config.n_layer)}) for key, title in titles.items()]
+        for i in range(config.n_layer)}) for key in list(rows[0])[2:7]]
     files = draw(folder / 'inspect.png', panels)
-    for row in last:
-        print('  '.join(f'{k} {v:.3f}' if isinstance(v, float) else f'{k} {v}' for k, v in row.items()))
+    print(diagnose.__doc__.split('\n\n')[1].rstrip())
+    print(''.join(f'{key:>12}' for key in rows[0]))
+    for row in rows[-config.n_layer:]:
+        print(''.join(f'{v:12.3f}' if isinstance(v, float) else f'{v:12}' for v in row.values()))
     print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
     return dict(result, rows=rows)
 
