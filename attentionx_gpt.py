@@ -592,11 +592,11 @@ def open_run(config, given, resume=None):
     'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
     base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
     if resume in ('auto', 'newest'):
-        pattern = (name + '*' if set(given) - FREE else '*') + '/ckpt.pt'
-        runs = sorted(base.glob(pattern), key=os.path.getmtime)
+        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
+        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
         if not runs and resume == 'newest':
             fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = runs and runs[-1]
+        resume = max(runs, key=os.path.getmtime, default=None)
     if resume:
         path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
         state = load_checkpoint(path)
@@ -649,10 +649,10 @@ def fit(task, config, folder, state=None, label=''):
     wrapped = torch.compile(model) if config.compile else model
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
     caught, halt, spoke, wrote, began = [], False, *[time.time()] * 3
-    handlers = {number: signal.signal(number, lambda number, _: caught.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM)}
+    catch = lambda number, _: sys.exit(128 + number) if caught else caught.append(number)
+    handlers = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     while True:
-        done = it == config.max_iters
+        done = it >= config.max_iters
         due = done or it % config.eval_interval == 0
         if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
             row = dict(iter=it, seconds=seconds, loss=statistics.fmean(losses) if losses else None)
@@ -681,7 +681,7 @@ def fit(task, config, folder, state=None, label=''):
         if done or halt:
             break
         clock = time.time()
-        torch.manual_seed((config.seed * 10 ** 9 + it) * WORLD + RANK)
+        torch.manual_seed(((config.seed << 24) + it) * WORLD + RANK)
         for group in optimizer.param_groups:
             group['lr'] = group.setdefault('initial_lr', group['lr']) * schedule(it, config)
         loss = torch.zeros((), device=device)
@@ -1110,11 +1110,14 @@ def main(argv=None):
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group('nccl' if pick_device(config)[0].type == 'cuda' else 'gloo')
     try:
-        return function(options, config, given)
+        result = function(options, config, given)
     except OSError as e:
         fail(f'{e.filename or "system"}: {e.strerror or e}')
     except KeyboardInterrupt:
         raise SystemExit(130)
+    if WORLD > 1:
+        dist.destroy_process_group()
+    return result
 
 if __name__ == '__main__':
     main()

@@ -533,12 +533,12 @@ def weights(path):
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
-def interrupted_at(step, number=signal.SIGINT):
-    """A patch: the process gets a signal while it prepares this step."""
-    batch = gpt.Task.batch
+def interrupted_at(step, *numbers):
+    """A patch: the process gets these signals while it prepares this step."""
+    batch, left = gpt.Task.batch, list(numbers)
     def interrupt(self, it, rows):
-        if it == step:
-            os.kill(os.getpid(), number)
+        while it == step and left:
+            os.kill(os.getpid(), left.pop())
         return batch(self, it, rows)
     return unittest.mock.patch.object(gpt.Task, 'batch', interrupt)
 
@@ -556,7 +556,10 @@ def test_resume_bit_for_bit():
             assert same(weights(whole['folder']), weights(part['folder']))
             rows = [[{k: v for k, v in row.items() if k != 'seconds'} for row in r['log']] for r in (whole, part)]
             assert rows[0] == rows[1]
-        assert run(*flags, '--resume', whole['folder'])[3]['val_loss'] == whole['val_loss']  # nothing to do
+        assert run(*flags, '--resume', whole['folder'])[3]['val_loss'] == whole['val_loss']  # all done
+        with interrupted_at(4, signal.SIGINT, signal.SIGINT):  # the second time: at once
+            code, out, _, _ = run(*flags, '--out-dir', path / 'twice')
+        assert code == 130 and 'stopped' not in out
         with open(whole['folder'] / 'log.csv', newline='') as f:
             assert [row['iter'] for row in csv.DictReader(f)] == ['0', '3', '6', '9']
 
@@ -588,6 +591,8 @@ def test_resume_chooses():
         refuse(['--attention', 'belief'], *tiny(path, '--resume', second['folder']), '--attention', 'softmax')
         longer = run(*tiny(path, '--resume', '--max-iters', 4))[3]
         assert longer['iter'] == 4 and longer['folder'] == first['folder']
+        assert run(*tiny(path, '--resume', '--max-iters', 1))[3]['iter'] == 4  # nothing left to do
+        refuse(['no run'], *tiny(path, '--seed', 1, '--resume'))  # though 1337 begins with a 1
         code, out, _, _ = run('sample', '--out-dir', path / 'out', '--max-new-tokens', 4, '--resume', second['folder'])
         assert code == 0 and len(out) >= 5
 
@@ -761,7 +766,7 @@ def test_compare():
     """A table, a csv; finished runs are reused, an interrupted one goes on, a new script starts over."""
     with folder() as path:
         flags = ['compare', '--over', 'attention=softmax,belief', '--over', 'lr=0.01,0.001', '--seeds', '0,1', *tiny(path)]
-        with interrupted_at(4):
+        with interrupted_at(4, signal.SIGINT):
             assert run(*flags)[0] == 130
         taken, counting = steps_taken()
         with counting:
@@ -820,7 +825,7 @@ def test_inspect():
                            cos_mh=F.cosine_similarity(attn.c_proj(mh), x, dim=-1)).items():
         assert abs(row[key] - value.mean().item()) < 1e-6, key
     with folder() as path:
-        for name in VARIANTS:
+        for name in ('softmax', 'attentionx', 'belief-star'):
             code, out, err, result = run('inspect', '--attention', name, *tiny(path, '--max-iters', 3))
             assert code == 0 and len(result['rows']) == 2 * 2 and (result['folder'] / 'inspect.csv').exists(), err
 
