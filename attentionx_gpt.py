@@ -853,10 +853,6 @@ def draw(path, panels):
 
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
-    if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
-        print(f'data/{config.data} is not there, so this runs on built-in text; the recipe wants '
-              f'`python prepare_data.py {config.data}`')
-        config = replace(config, data='builtin')
     config, folder, state = open_run(config, given, resume)
     task = Task(config, resumed=bool(state))
     c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
@@ -911,9 +907,9 @@ def sample(options, config, given):
     prompt, n, length = options['prompt'], options['num_samples'], options['max_new_tokens']
     if prompt.startswith('FILE:'):
         prompt = Path(prompt[5:]).read_text('utf-8')
-    if not prompt or min(n, length) < 1 or options['temperature'] < 0:
+    if not prompt or min(n, length) < 1 or options['top_k'] < 0 or not options['temperature'] >= 0:
         fail('--prompt must not be empty, --num-samples and --max-new-tokens at least 1, '
-             '--temperature at least 0')
+             '--temperature and --top-k at least 0')
     encoding, device = get_tokenizer(config.tokenizer), pick_device(config)[0]
     model = GPT(config).to(device).eval()
     model.load_state_dict(state['model'])
@@ -954,7 +950,8 @@ def compare(options, config, given):
         fail(f'compare: {e}')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
-        facts = [asdict(c), task.text.stamp, torch.__version__, Path(__file__).read_text('utf-8')]
+        facts = [asdict(c), task.text.stamp, torch.__version__, str(pick_device(c)),
+                 Path(__file__).read_text('utf-8')]
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
@@ -1105,6 +1102,10 @@ def main(argv=None):
     if WORLD > 1 and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     function, options, config, given = parse(argv, ACTIONS)
+    if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
+        print(f'data/{config.data} is not there, so this runs on built-in text; the recipe wants '
+              f'`python prepare_data.py {config.data}`')
+        config = replace(config, data='builtin')
     torch.set_num_threads(config.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1 and not dist.is_initialized():
