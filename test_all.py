@@ -397,10 +397,39 @@ def test_gpt_sampling():
     assert drawn == likely
     assert len({net.generate(idx, 1)[0, 1].item() for _ in range(60)}) > 3
 
-def test_gpt_dropout_off_in_evaluation():
-    net, idx = model(dropout=0.5), torch.randint(40, (1, 8))
-    assert not torch.equal(net.train()(idx)[0], net(idx)[0])
-    assert torch.equal(net.eval()(idx)[0], net(idx)[0])
+def test_gpt_temperature():
+    """The frequencies of 20,000 draws against softmax(logits / temperature)."""
+    net, idx = model().eval(), torch.zeros(20000, 1, dtype=torch.long)
+    torch.manual_seed(0)
+    for temperature in (0.5, 1.0, 2.0):
+        drawn = net.generate(idx, 1, temperature)[:, 1].bincount(minlength=40) / 20000
+        close(drawn, F.softmax(net(idx[:1])[0][0, -1].detach() / temperature, dim=-1), 0.015)
+
+def test_gpt_dropout():
+    """On the embedding, the attention weights and both branches of a block; none in evaluation."""
+    net, idx, seen = model(dropout=0.5), torch.randint(40, (1, 8)), []
+    for name, module in net.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    attend, weights = F.scaled_dot_product_attention, []
+    def record(*args, dropout_p=0.0, **kwargs):
+        weights.append(dropout_p)
+        return attend(*args, dropout_p=dropout_p, **kwargs)
+    with unittest.mock.patch.object(F, 'scaled_dot_product_attention', record):
+        assert not torch.equal(net.train()(idx)[0], net(idx)[0])
+        assert weights == [0.5] * 4
+        assert sorted(seen[:5]) == ['transformer.drop'] + [f'transformer.h.{i}.drop' for i in '0011']
+        assert torch.equal(net.eval()(idx)[0], net(idx)[0]) and weights[4:] == [0.0] * 4
+
+def test_gpt_belief_star_has_two_matrices():
+    """Delta W^o + Delta_s W^s, in this order.  [BF Eq. 15]"""
+    attn, x = model(attention='belief-star').transformer.h[0].attn, torch.randn(1, 5, 16)
+    q, k, v = attn.qkv(x)
+    mh = gpt.multi_head(*(t.transpose(1, 2) for t in (q, k, v)))
+    delta, delta_s = gpt.belief(mh, v, None).flatten(2), gpt.belief_head(mh, v, None).flatten(2)
+    close(attn(x), delta @ attn.c_proj.weight.T + delta_s @ attn.c_proj_s.weight.T, 1e-4)
+    star = model(attention='belief-star', arch='rotary', fp8_weights=True).transformer.h[0].attn
+    assert isinstance(star.c_proj_s, gpt.Float8Linear)
 
 # ------------------------------------ data ------------------------------------
 
@@ -523,6 +552,33 @@ def test_optimizer_groups():
         task = gpt.Task(config(data=str(path / 't.txt'), bias=True, weight_decay=0.1))
         for group in task.optimizer().param_groups:
             assert {p.dim() >= 2 for p in group['params']} == {group['weight_decay'] == 0.1}
+
+def test_training_by_hand():
+    """Five steps of AdamW written out: accumulation, clipping, decay, warmup and cosine."""
+    with folder() as path:
+        flags = tiny(path, '--grad-accum-steps', 2, '--max-iters', 5, '--grad-clip', 0.5, '--bias',
+                     '--beta1', 0.8, '--beta2', 0.9, '--weight-decay', 0.3)
+        result = run(*flags)[3]
+        _, _, c, _ = gpt.parse([str(f) for f in flags], gpt.ACTIONS)
+        task, moments = gpt.Task(c), {}
+        for it, lr in enumerate([c.learning_rate / 3, c.learning_rate * 2 / 3] + [
+                c.min_lr + (c.learning_rate - c.min_lr) * (1 + math.cos(math.pi * i / 3)) / 2
+                for i in range(3)]):
+            x, y = task.batch(it, range(8))
+            task.model.zero_grad()
+            F.cross_entropy(task.model(x, y)[0].flatten(0, 1), y.flatten()).backward()
+            norm = torch.stack([p.grad.norm() for p in task.model.parameters()]).norm()
+            assert norm > 0.5
+            with torch.no_grad():
+                for p in task.model.parameters():
+                    g = p.grad * 0.5 / norm
+                    m, v = moments.get(p, (0, 0))
+                    moments[p] = m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+                    p.mul_(1 - lr * 0.3 * (p.dim() > 1))
+                    m, v = m / (1 - 0.8 ** (it + 1)), v / (1 - 0.9 ** (it + 1))
+                    p.sub_(lr * m / (v.sqrt() + 1e-8))
+        for name, p in weights(result['folder']).items():
+            close(p, task.model.state_dict()[name], 2e-5)
 
 def test_training_learns():
     """Every variant beats the entropy of single letters after 150 small steps."""
@@ -678,6 +734,12 @@ def test_float16_training():
             assert code == 0 and 'float16' in out and math.isfinite(result['val_loss']), err
         state = gpt.load_checkpoint(result['folder'] / 'ckpt.pt')
         assert state['scaler']['scale'] > 0
+        norms, clip = {}, torch.nn.utils.clip_grad_norm_  # it sees gradients without the scale
+        for dtype in ('float32', 'float16'):
+            record = lambda *a: norms.setdefault(dtype, []).append(clip(*a)) or norms[dtype][-1]
+            with unittest.mock.patch('torch.nn.utils.clip_grad_norm_', record):
+                run(*tiny(path, '--dtype', dtype))
+        close(torch.stack(norms['float16']) / torch.stack(norms['float32']), torch.ones(6), 0.1)
         overflow = gpt.Task.loss  # gradients beyond float16: the step is skipped, the run goes on
         with unittest.mock.patch.object(gpt.Task, 'loss', lambda *a: overflow(*a) * 1e30):
             code, _, err, result = run(*tiny(path, '--dtype', 'float16'))
