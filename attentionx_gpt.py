@@ -34,9 +34,10 @@ hold both against outputs of the originals. Where a paper is silent the code say
 measured, and on what, stands in README.md.
 """
 import argparse, contextlib, csv, functools, hashlib, inspect, itertools, json, math, os, re
-import signal, statistics, sys, sysconfig, time, zipfile, zlib
+import signal, statistics, sys, sysconfig, zipfile, zlib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from time import perf_counter as now
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,14 +62,14 @@ class Config:
     n_head: int = 4                # x >= 1: heads in a block
     n_embd: int = 128              # x >= 1: channels
     block_size: int = 64           # x >= 2: tokens in a window
-    vocab_size: int = 256          # 2 <= x <= 65536: tokens; at least as many as the data has
+    vocab_size: int = 0            # x == 0 or 2 <= x <= 65536: tokens; 0 for the data's own
     bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
     dropout: float = 0.0           # 0 <= x < 1: probability
     fp8_weights: bool = False      # round weights to float8 e5m2, as `casted` does (rotary)
     init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = 'bytes'       # x in ('bytes', 'gpt2'): for text files; data/ knows its own
+    tokenizer: str = ''            # x in ('', 'bytes', 'gpt2'): of text files; default: bytes
     # training
     max_iters: int = 1000          # x >= 0: optimiser steps
     batch_size: int = 32           # 1 <= x <= 1e6: windows in memory at once, per process
@@ -88,7 +89,7 @@ class Config:
     max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop after so long; 0 for no limit
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
-    device: str = 'auto'           # auto, cpu, cuda, cuda:1, mps
+    device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
     dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of products
     compile: bool = False          # torch.compile the model
     threads: int = 1               # 0 <= x <= 1024: CPU threads; 0 for PyTorch's default
@@ -126,9 +127,9 @@ PRESETS = {
                         warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_iters=80),
 }
 TABLES = {  # `compare --table NAME`: the papers' experiments as rows of settings
-    'ax1': {'attention': dict(attention='softmax'),
+    'ax1': {'softmax': dict(attention='softmax'),
             'attentionx-v1': dict(attention='attentionx-v1', gamma=0.5)},
-    'ax2': {'attention': dict(attention='softmax'),
+    'ax2': {'softmax': dict(attention='softmax'),
             'attentionx': dict(attention='attentionx', gamma=3.0)},
     'bf': {'transformer': dict(attention='softmax'), 'beliefformer': dict(attention='belief'),
            'beliefformer*': dict(attention='belief-star')},
@@ -147,6 +148,7 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     """
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout)
     Tq, T = q.size(2), k.size(2)
+    assert Tq in (1, T), 'is_causal would align anything else with the first keys'
     if not zero_diag:
         return attend(q, k, v, is_causal=Tq > 1).transpose(1, 2)
     if T == 1:
@@ -166,9 +168,13 @@ def inner(mh, v):
     v_v = torch.linalg.vector_norm(v, dim=-1, keepdim=True).square()
     return (mh * v).sum(-1, keepdim=True), v_v
 
+def ratio(mh_v, v_v):
+    """<MH,V> / <V,V>, 0 where V is zero. [choice] The papers divide by zero there."""
+    return mh_v / v_v.clamp_min(torch.finfo(v_v.dtype).tiny)
+
 def orthogonal(mh, v, mh_v, v_v):
-    """MH - (<MH,V> / <V,V>) V, the part of MH orthogonal to V; MH itself where V is zero."""
-    alpha = mh_v / v_v.clamp_min(torch.finfo(v_v.dtype).tiny)  # [choice] the papers divide by zero
+    """MH - (<MH,V> / <V,V>) V, the part of MH orthogonal to V."""
+    alpha = ratio(mh_v, v_v)
     return torch.addcmul(mh.to(alpha.dtype), alpha, v.to(alpha.dtype), value=-1).to(mh.dtype)
 
 # One signature: MH and V (B, T, nh, hs), gamma -> what reaches the output projection(s).
@@ -282,16 +288,15 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None):
         """x (B, T, C) -> (B, T, C). `cache`, a dict, keeps k and v of all tokens so far."""
-        q, k, own = self.qkv(x, past=cache['k'].size(1) if cache else 0)    # (B, T, nh, hs)
-        v = own
-        if cache:
-            k, v = torch.cat([cache['k'], k], dim=1), torch.cat([cache['v'], v], dim=1)
+        q, k, v = self.qkv(x, past=cache['k'].size(1) if cache else 0)      # (B, T, nh, hs)
+        every = dict(k=k, v=v)
         if cache is not None:
-            cache.update(k=k, v=v)
+            every = {n: torch.cat([cache[n], t], dim=1) if cache else t for n, t in every.items()}
+            cache.update(every)
+        heads = (t.transpose(1, 2) for t in (q, every['k'], every['v']))    # (B, nh, T, hs)
         dropout = self.config.dropout if self.training else 0.0
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                    # (B, nh, T, hs)
-        mh = multi_head(q, k, v, self.config.zero_diag, dropout)            # (B, T, nh, hs)
-        return self.project(ATTENTION[self.config.attention](mh, own, self.gamma))
+        mh = multi_head(*heads, self.config.zero_diag, dropout)             # (B, T, nh, hs)
+        return self.project(ATTENTION[self.config.attention](mh, v, self.gamma))
 
 class MLP(nn.Module):
 
@@ -380,7 +385,7 @@ class GPT(nn.Module):
 
         Without targets: logits of the last position only (B, 1, V), loss None. Where they would be
         more than LOGITS numbers, logits never exist as a whole, and None stands in their place.
-        `cache`, one dict per layer, empty at first, lets idx continue the tokens of earlier calls.
+        `cache`, one dict per layer, empty at first, lets further calls go on, a token at a time.
         """
         x = self.features(idx, cache)
         if targets is None:
@@ -393,7 +398,7 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
-        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token.
+        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 (below 1e-3) takes the likeliest.
 
         Past block_size the window slides as nanoGPT's does: every position shifts, nothing cached
         holds any longer, and each further token costs a pass over the whole window.
@@ -406,7 +411,7 @@ class GPT(nn.Module):
             else:
                 logits, _ = self(idx[:, -self.config.block_size:])
             logits = logits[:, -1].float()                                  # (B, V)
-            if temperature == 0:
+            if temperature < 1e-3:
                 token = logits.argmax(-1, keepdim=True)
             else:
                 if top_k:
@@ -418,8 +423,8 @@ class GPT(nn.Module):
 
 # ------------------------------------ 5. data ------------------------------------
 
-def get_tokenizer(name):
-    """`bytes` (256 tokens, no files needed) or `gpt2` (from tiktoken's cache or the network)."""
+def get_tokenizer(name, needed=True):
+    """`bytes` (256 tokens, no files) or `gpt2` (from tiktoken's cache or the network; or None)."""
     import tiktoken
     if name == 'bytes':
         return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
@@ -427,8 +432,9 @@ def get_tokenizer(name):
     try:
         return tiktoken.get_encoding('gpt2')
     except Exception as e:  # whatever the network or the cache may raise
-        fail(f'tiktoken cannot get its gpt2 files ({type(e).__name__}): go online once, name a '
-             'folder that has them in TIKTOKEN_CACHE_DIR, or use --tokenizer bytes')
+        (fail if needed else print)(
+            f'tiktoken cannot get its gpt2 files ({type(e).__name__}): go online once, name a '
+            'folder that has them in TIKTOKEN_CACHE_DIR, or use --tokenizer bytes')
 
 def load_text(config):
     """config.data -> train and val (tokens), tokenizer, vocab_size, about, stamp (changes with the
@@ -440,16 +446,19 @@ def load_text(config):
         val = parts[9::10]
         del parts[9::10]
         about = "the source of Python %d.%d's standard library" % sys.version_info[:2]
-        text = encode(''.join(parts), ''.join(val), about, config.tokenizer)
+        text = encode(''.join(parts), ''.join(val), about, config.tokenizer or 'bytes')
     elif path.is_file():
         try:
             whole = path.read_text('utf-8')
         except ValueError as e:
             fail(f'--data {path} is not utf-8 text ({e})')
         cut = len(whole) * 9 // 10
-        text = encode(whole[:cut], whole[cut:], str(path), config.tokenizer)
+        text = encode(whole[:cut], whole[cut:], str(path), config.tokenizer or 'bytes')
     else:
         text = load_bins(path if path.is_dir() else Path('data', config.data))
+    if config.tokenizer not in ('', text.tokenizer) or 0 < config.vocab_size < text.vocab_size:
+        fail(f'--data {config.data} has {text.vocab_size} {text.tokenizer} tokens: no other '
+             '--tokenizer and no smaller --vocab-size fit')
     for name, tokens in (('training', text.train), ('validation', text.val)):
         if len(tokens) <= config.block_size + 1:
             fail(f'--data {config.data}: {len(tokens)} {name} tokens do not fill a window; '
@@ -472,8 +481,8 @@ def load_bins(folder):
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
         train, val = (np.memmap(folder / name, np.uint16, 'r') for name in ('train.bin', 'val.bin'))
         known = meta.get('bytes', {}).get('val')
-        if meta['tokenizer'] not in ('bytes', 'gpt2'):
-            raise ValueError(f'tokenizer {meta["tokenizer"]!r}')
+        if meta['tokenizer'] not in ('bytes', 'gpt2') or not 2 <= meta['vocab_size'] <= 65536:
+            raise ValueError(f'{meta["tokenizer"]!r} tokens, {meta["vocab_size"]} of them')
         return SimpleNamespace(
             train=train, val=val, tokenizer=meta['tokenizer'], vocab_size=int(meta['vocab_size']),
             about=f'{folder}: {meta.get("source", "")}, {meta["tokenizer"]} tokens',
@@ -542,7 +551,7 @@ def parse(argv, actions):
     given = {name: chosen.pop(name) for name in flags() if name in chosen}
     try:
         device = pick_device(Config(device=given.get('device', 'auto')))[0]
-        preset = chosen.pop('preset') or ('t4' if device.type == 'cuda' else 'tiny')
+        preset = chosen['preset'] or ('t4' if device.type == 'cuda' else 'tiny')
         return function, chosen, Config(**{**PRESETS[preset], **given}), given
     except ValueError as e:
         fail(e)
@@ -583,7 +592,7 @@ def load_checkpoint(path):
         state = torch.load(path, map_location='cpu', weights_only=True)
         if state['script'] != SCRIPT:
             raise ValueError(f'{state["script"]}.py wrote it')
-        return state
+        return dict(state, config=Config(**state['config']), progress=json.loads(state['progress']))
     except Exception as e:  # the two raise any of half a dozen kinds
         fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {" ".join(str(e).split())[:200]}')
 
@@ -601,10 +610,10 @@ def open_run(config, given, resume=None):
         path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
         state = load_checkpoint(path)
         for key in set(given) - FREE:
-            if given[key] != state['config'][key]:
-                fail(f'--{key.replace("_", "-")} {given[key]}: {path} has {state["config"][key]}')
-        config = Config(**state['config'])
-        return replace(config, **{k: given[k] for k in FREE & set(given)}), path.parent, state
+            if given[key] != getattr(state['config'], key):
+                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
+        free = {key: given[key] for key in FREE & set(given)}
+        return replace(state['config'], **free), path.parent, state
     for n in itertools.count(1):
         with contextlib.suppress(FileExistsError):
             folder = base / (name + f'-{n}' * (n > 1))
@@ -613,10 +622,9 @@ def open_run(config, given, resume=None):
             return config, folder, None
 
 def write_csv(path, rows):
-    with open(path, 'w', newline='', encoding='utf-8') as f:
-        table = csv.DictWriter(f, list(dict.fromkeys(itertools.chain(*rows))))
-        table.writeheader()
-        table.writerows(rows)
+    names = list(dict.fromkeys(itertools.chain(*rows)))
+    with open(os.devnull if RANK else path, 'w', newline='', encoding='utf-8') as f:
+        csv.DictWriter(f, names).writerows([dict(zip(names, names)), *rows])
 
 def schedule(it, c):
     """Factor on the learning rate in step `it`, counted from 0."""
@@ -637,7 +645,7 @@ def fit(task, config, folder, state=None, label=''):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
     model, optimizer = task.model, parts['optimizer']
-    it, seconds, losses, log = json.loads(state['progress']) if state else (0, 0.0, [], [])
+    it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
     saved = it if state else -1
     for name in parts if state else ():
         parts[name].load_state_dict(state[name])
@@ -648,9 +656,11 @@ def fit(task, config, folder, state=None, label=''):
               for i in range(0, n // WORLD, config.batch_size)]
     wrapped = torch.compile(model) if config.compile else model
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
-    caught, halt, spoke, wrote, began = [], False, *[time.time()] * 3
-    catch = lambda number, _: sys.exit(128 + number) if caught else caught.append(number)
-    handlers = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught, halt, spoke, wrote, began = [], False, now(), now(), now()
+    def catch(signum, _):  # the first one waits for the end of the step, main() forgets this again
+        sys.exit(128 + signum) if caught else caught.append(signum)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, catch)
     while True:
         done = it >= config.max_iters
         due = done or it % config.eval_interval == 0
@@ -667,20 +677,20 @@ def fit(task, config, folder, state=None, label=''):
                 pace = (seconds - log[-1]['seconds']) / len(losses)
                 line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
                          f' | {(config.max_iters - it) * pace / 60:.1f} min left')
-            keep = due or time.time() - spoke > 30  # away from a terminal only these lines appear
+            keep = due or now() - spoke > 30  # away from a terminal only these lines appear
             if keep or sys.stdout.isatty():
                 print('\r\033[K' * sys.stdout.isatty() + line, end='\n' * keep, flush=True)
-            spoke = time.time() if keep else spoke
+            spoke = now() if keep else spoke
             losses, log = [], [*log, row]
-        if RANK == 0 and it != saved and (due or halt or time.time() - wrote > 300):
+        if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
             save_checkpoint(folder / 'ckpt.pt', dict(
                 {name: part.state_dict() for name, part in parts.items()}, config=asdict(config),
                 progress=json.dumps([it, seconds, losses, log])))
             write_csv(folder / 'log.csv', log)
-            saved, wrote = it, time.time()
+            saved, wrote = it, now()
         if done or halt:
             break
-        clock = time.time()
+        clock = now()
         torch.manual_seed(((config.seed << 24) + it) * WORLD + RANK)
         for group in optimizer.param_groups:
             group['lr'] = group.setdefault('initial_lr', group['lr']) * schedule(it, config)
@@ -693,20 +703,19 @@ def fit(task, config, folder, state=None, label=''):
             loss += part.detach()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        stop = caught or 0 < config.max_minutes < (time.time() - began) / 60
+        stop = caught or 0 < config.max_minutes < (now() - began) / 60
         figures = torch.stack([loss, norm, torch.full_like(loss, bool(stop))]) / WORLD
         if WORLD > 1:
             dist.all_reduce(figures)
         loss, norm, halt = figures.tolist()
-        if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+        overflow = scaler.is_enabled() and scaler.get_scale() > 1e-9  # float16's, to be skipped
+        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             fail(f'loss {loss:g} with gradient norm {norm:g} in step {it}: lower --learning-rate; '
                  f'{folder / "ckpt.pt"} holds step {saved}, from before')
-        scaler.step(optimizer)  # leaves out a step whose float16 gradients overflowed
+        scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        it, seconds, losses = it + 1, seconds + time.time() - clock, losses + [loss]
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+        it, seconds, losses = it + 1, seconds + now() - clock, losses + [loss]
     if halt:
         print(f'stopped after step {it} and saved; go on with --resume {folder}')
     if caught:
@@ -787,7 +796,8 @@ def bigram_loss(text, starts, length):
 
 @torch.no_grad()
 def diagnose(model, idx):
-    """What attention does with idx (B, T): for each layer a dict of means over the tokens.
+    """What attention does with idx (B, T): for each layer a dict of means over the tokens
+    [deviation] BF App. A shows token 0, but here the first token has no neighbours and no Delta.
 
     update ||Phi|| or ||Delta||, mh ||MH||, alpha <MH,V>/<V,V>, p_own the weight of the own token,
     cos_update and cos_mh the cosine between X and either of them after W^o.
@@ -810,7 +820,7 @@ def diagnose(model, idx):
         cosines = [F.cosine_similarity(block.attn.c_proj(t.flatten(2)), x, dim=-1)
                    for t in (update, mh)]
         figures = [update.flatten(2).norm(dim=-1), mh.flatten(2).norm(dim=-1),
-                   mh_v / v_v.clamp_min(1e-30), p_own, *cosines]
+                   ratio(mh_v, v_v), p_own, *cosines]
         names = ('update', 'mh', 'alpha', 'p_own', 'cos_update', 'cos_mh')
         means = [t.float().mean().item() for t in figures]
         rows.append(dict(layer=len(rows), **dict(zip(names, means))))
@@ -828,6 +838,8 @@ def sparkline(values):
 
 def draw(path, panels):
     """panels: (title, x label, {line: [(x, y), ...]}) -> names of the files made."""
+    if RANK:
+        return []
     try:
         import matplotlib
     except ImportError:
@@ -835,7 +847,7 @@ def draw(path, panels):
         return []
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
-    across, down = min(3, len(panels)), -(-len(panels) // 3)
+    across, down = min(4, len(panels)), -(-len(panels) // 4)
     figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
     for axis, (title, label, lines) in zip(axes.flat, panels):
         for i, (name, line) in enumerate(lines.items()):
@@ -844,6 +856,8 @@ def draw(path, panels):
         axis.set(title=title, xlabel=label)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+    for axis in axes.flat[len(panels):]:
+        axis.axis('off')
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -857,7 +871,8 @@ def start(config, given, resume=None):
     task = Task(config, resumed=bool(state))
     c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
     formula = ATTENTION[c.attention].__doc__.split('  ')[0].rstrip('.')
-    print(f'model   {c.variant}: {formula} (gamma {task.model.transformer.h[0].attn.gamma:g})\n'
+    gamma = f', gamma {task.model.transformer.h[0].attn.gamma:g}' if 'gamma' in formula else ''
+    print(f'model   {c.variant}: {formula}{gamma}\n'
           f'        {c.arch}, {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, '
           f'{count(task.model):,} parameters\n'
           f'data    {text.about}: {len(text.train):,}, and {len(text.val):,} for validation\n'
@@ -891,8 +906,7 @@ def report(task, folder, result):
             f'{b}: {statistics.fmean(task.by_position[a:b]):.2f}' for a, b in zip(cuts, cuts[1:])))
     files = draw(folder / 'curves.png', [('nats per token', 'step', lines)])
     print(f'files   {folder}: {", ".join(["ckpt.pt", "log.csv"] + files)}')
-    with contextlib.suppress(SystemExit):  # no tokenizer, no sample; the run is good all the same
-        encoding = get_tokenizer(c.tokenizer)
+    if encoding := get_tokenizer(c.tokenizer, needed=False):
         prompt = encoding.encode_ordinary('\ndef ' if c.data == 'builtin' else '\n')
         idx = torch.tensor([prompt], device=task.device)
         out = task.model.eval().generate(idx, 400, temperature=0.7)[0]
@@ -906,52 +920,55 @@ def sample(options, config, given):
     config, folder, state = open_run(config, given, options['resume'] or 'newest')
     prompt, n, length = options['prompt'], options['num_samples'], options['max_new_tokens']
     if prompt.startswith('FILE:'):
-        prompt = Path(prompt[5:]).read_text('utf-8')
+        prompt = Path(prompt[5:]).read_text('utf-8', errors='replace')
     if not prompt or min(n, length) < 1 or options['top_k'] < 0 or not options['temperature'] >= 0:
         fail('--prompt must not be empty, --num-samples and --max-new-tokens at least 1, '
              '--temperature and --top-k at least 0')
-    encoding, device = get_tokenizer(config.tokenizer), pick_device(config)[0]
+    encoding, (device, dtype, _) = get_tokenizer(config.tokenizer), pick_device(config)
     model = GPT(config).to(device).eval()
     model.load_state_dict(state['model'])
     torch.manual_seed(config.seed)
     idx = torch.tensor([encoding.encode_ordinary(prompt)] * n, device=device)
-    out = model.generate(idx, length, options['temperature'], options['top_k'])
+    with torch.autocast(device.type, dtype, dtype != torch.float32):
+        out = model.generate(idx, length, options['temperature'], options['top_k'])
     texts = [decode(encoding, tokens) for tokens in out]
     print(('\n' + '-' * 80 + '\n').join(texts))
     return dict(samples=texts, tokens=out.tolist(), folder=folder)
 
-def cases_of(options):
-    """{name: settings}: a paper's table, or every combination of --over FIELD=A,B."""
-    if options['table']:
-        return TABLES[options['table']]
-    cases = {'': {}}
-    for spec in options['over'] or ['attention=' + ','.join(ATTENTION)]:
-        field, _, values = spec.partition('=')
-        field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
-        if field not in flags() or not values:
-            fail(f'--over {spec}: wants FIELD=VALUE,VALUE with a field that --help names')
-        kind = flags()[field][0]
-        try:
+def cases_of(options, config):
+    """{name: Config}: a paper's table, or every combination of --over FIELD=A,B."""
+    cases = dict(TABLES.get(options['table'], {'': {}}))
+    if options['table'] and options['over']:
+        fail('--table and --over exclude each other')
+    everything = [] if options['table'] else ['attention=' + ','.join(ATTENTION)]
+    try:
+        for spec in options['over'] or everything:
+            field, _, values = spec.partition('=')
+            field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
+            kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
-        except (ValueError, KeyError) as e:
-            fail(f'--over {spec}: {e}')
-    return cases
+        return {name: replace(config, **case) for name, case in cases.items()}
+    except KeyError as e:
+        fail(f'--over {spec}: wants FIELD=VALUE,VALUE with a field that --help names, not {e}')
+    except ValueError as e:
+        fail(f'--over: {e}')
 
 def compare(options, config, given):
     """Train every case with every seed on equal batches. A run is named by all that it depends on,
     so one that is finished is not repeated, and one that was interrupted goes on."""
     base, runs = Path(config.out_dir, SCRIPT, 'compare'), {}
     try:
-        plan = [(name, replace(config, **{**case, 'seed': int(seed)}))
-                for seed in options['seeds'].split(',') for name, case in cases_of(options).items()]
+        plan = [(name, replace(c, seed=int(seed))) for seed in options['seeds'].split(',')
+                for name, c in cases_of(options, config).items()]
     except ValueError as e:
-        fail(f'compare: {e}')
+        fail(f'--seeds {options["seeds"]}: {e}')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
-        facts = [asdict(c), task.text.stamp, torch.__version__, str(pick_device(c)),
-                 Path(__file__).read_text('utf-8')]
+        facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.text.stamp,
+                 torch.__version__, str(pick_device(c)), Path(__file__).read_text('utf-8'),
+                 Path(c.init).stat().st_mtime if c.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
@@ -972,7 +989,7 @@ def tabulate(runs, base, metric):
     print(f'\n{"":24}{"parameters":>12}{metric:>19}{"against first row":>20}{"t":>7}{"seconds":>9}')
     for case, mine in runs.items():
         values = [r[metric] for r in mine]
-        gaps = [value - base for value, base in zip(values, first)]
+        gaps = [value - reference for value, reference in zip(values, first)]
         table[case] = row = dict(
             case=case, seeds=len(mine), parameters=mine[0]['parameters'],
             mean=statistics.fmean(values), sd=spread(values),
@@ -994,13 +1011,13 @@ def bench(options, config, given):
     """Time training step and inference of the cases in turn, so that noise meets all alike."""
     device, dtype, why = pick_device(config)
     autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
-    rounds, cases, times, rows = options['rounds'], cases_of(options), {}, {}
+    rounds, cases, times, rows = options['rounds'], cases_of(options, config), {}, {}
     if rounds < 2:
         fail('--rounds must be at least 2')
 
     def step(task, training):
         with autocast(), torch.set_grad_enabled(training):
-            loss = task.loss(task.model.train(training), task.one_batch)
+            loss = task.loss(task.wrapped.train(training), task.one_batch)
         if training:
             loss.backward()
             task.adam.step()
@@ -1008,8 +1025,9 @@ def bench(options, config, given):
         return loss.item()  # waits for the device
 
     print(f'{device}, {str(dtype)[6:]} ({why}); batch {config.batch_size}, {rounds} rounds')
-    for name, case in cases.items():
-        cases[name] = task = Task(replace(config, **case))
+    for name, c in cases.items():
+        cases[name] = task = Task(c)
+        task.wrapped = torch.compile(task.model) if c.compile else task.model
         task.one_batch, task.adam = task.batch(0, range(config.batch_size)), task.optimizer()
         kept = {}  # what the backward pass needs, by the place where it lies
         def keep(t):
@@ -1024,9 +1042,9 @@ def bench(options, config, given):
     for _ in range(rounds + 2):  # two to warm up
         for name, task in cases.items():
             for training in (True, False):
-                clock = time.perf_counter()
+                clock = now()
                 step(task, training)
-                times.setdefault((name, training), []).append(time.perf_counter() - clock)
+                times.setdefault((name, training), []).append(now() - clock)
     for (name, training), own in times.items():
         first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
@@ -1036,32 +1054,26 @@ def bench(options, config, given):
                            f'{word}_{task.unit[:3]}/s': config.batch_size * task.per_row / median})
     print(''.join(f'{key:>14}' for key in rows[name]))
     for row in rows.values():
-        print(''.join(f'{v:>14}' if k == 'case' else f'{v:14,.3f}' if k.endswith(('ratio', 'iqr')) else
-                      f'{v:14,.0f}' for k, v in row.items()))
+        print(''.join(f'{v:>14}' if k == 'case' else f'{v:14.3f}' if k[-3:] in ('tio', 'iqr')
+                      else f'{v:14,.0f}' for k, v in row.items()))
     return rows
-
-class Inspection(Task):
-    """A task that looks into the layers at every evaluation."""
-
-    def evaluate(self):
-        idx, _ = windows(self.text.val, self.val_starts[:8], self.config, self.device)
-        self.seen = getattr(self, 'seen', []) + [diagnose(self.model, idx)]
-        return super().evaluate()
 
 def inspect_layers(options, config, given):
     """Train and watch the layers. Panel 1 tests AX1's guess that discrepancy shrinks with depth."""
     task, folder, _ = start(config, given)
-    task.__class__ = Inspection
+    idx, _ = windows(task.text.val, task.val_starts[:8], task.config, task.device)
+    seen, evaluate = [], task.evaluate
+    task.evaluate = lambda: seen.append(diagnose(task.model, idx)) or evaluate()
     result = fit(task, task.config, folder)
     steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
-    rows = [dict(iter=step, **row) for step, layers in zip(steps, task.seen) for row in layers]
+    rows = [dict(iter=step, **row) for step, layers in zip(steps, seen) for row in layers]
     write_csv(folder / 'inspect.csv', rows)
     panels = [('update by depth', 'layer', {
         f'step {step}': points([r for r in rows if r['iter'] == step], 'layer', 'update')
         for step in steps[::max(1, len(steps) // 4)]})]
     panels += [(key, 'step', {
         f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
-        for i in range(config.n_layer)}) for key in list(rows[0])[2:7]]
+        for i in range(config.n_layer)}) for key in list(rows[0])[2:]]
     files = draw(folder / 'inspect.png', panels)
     print(diagnose.__doc__.split('\n\n')[1].rstrip())
     print(''.join(f'{key:>12}' for key in rows[0]))
@@ -1099,26 +1111,35 @@ def main(argv=None):
         getattr(stream, 'reconfigure', lambda **_: None)(errors='replace', line_buffering=True)
     if RANK:
         sys.stdout = open(os.devnull, 'w')
-    if WORLD > 1 and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     function, options, config, given = parse(argv, ACTIONS)
     if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
         print(f'data/{config.data} is not there, so this runs on built-in text; the recipe wants '
               f'`python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
+    if options['preset']:
+        given = {**PRESETS[options['preset']], 'data': config.data, **given}
     torch.set_num_threads(config.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
-    if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group('nccl' if pick_device(config)[0].type == 'cuda' else 'gloo')
+    if WORLD > 1:
+        on_cuda = pick_device(config)[0].type == 'cuda'
+        if on_cuda:
+            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+        dist.init_process_group('nccl' if on_cuda else 'gloo')
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
-        result = function(options, config, given)
+        return function(options, config, given)
     except OSError as e:
         fail(f'{e.filename or "system"}: {e.strerror or e}')
+    except (MemoryError, torch.OutOfMemoryError) as e:
+        fail(f'out of memory ({str(e).splitlines()[0][:90]}): a smaller --batch-size, with more '
+             '--grad-accum-steps for it, takes the same steps')
     except KeyboardInterrupt:
         raise SystemExit(130)
-    if WORLD > 1:
-        dist.destroy_process_group()
-    return result
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        if WORLD > 1:
+            dist.destroy_process_group()
 
 if __name__ == '__main__':
     main()

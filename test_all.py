@@ -418,7 +418,8 @@ def test_gpt_dropout():
     with unittest.mock.patch.object(F, 'scaled_dot_product_attention', record):
         assert not torch.equal(net.train()(idx)[0], net(idx)[0])
         assert weights == [0.5] * 4
-        assert sorted(seen[:5]) == ['transformer.drop'] + [f'transformer.h.{i}.drop' for i in '0011']
+        branches = [f'transformer.h.{i}.drop' for i in '0011']
+        assert sorted(seen[:5]) == ['transformer.drop'] + branches
         assert torch.equal(net.eval()(idx)[0], net(idx)[0]) and weights[4:] == [0.0] * 4
 
 def test_gpt_belief_star_has_two_matrices():
@@ -443,22 +444,22 @@ def test_gpt_tokens():
 def test_gpt_text_file_and_bins():
     with folder() as path:
         (path / 'a.txt').write_text('ab\n' * 100)
-        text = gpt.load_text(config(data=str(path / 'a.txt')))
+        text = gpt.load_text(config(vocab_size=0, data=str(path / 'a.txt')))
         assert len(text.train) == 270 and len(text.val) == 30 and text.bytes_per_token == 1
         np.arange(50, dtype=np.uint16).tofile(path / 'train.bin')
         np.arange(50, dtype=np.uint16).tofile(path / 'val.bin')
         meta = {'tokenizer': 'gpt2', 'vocab_size': 50257, 'bytes': {'train': 9, 'val': 200}}
         (path / 'meta.json').write_text(json.dumps(meta))
-        text = gpt.load_text(config(data=str(path)))
+        text = gpt.load_text(config(vocab_size=0, data=str(path)))
         assert text.bytes_per_token == 4 and text.vocab_size == 50257
         x, y = gpt.windows(text.train, [0, 7], config(vocab_size=50), torch.device('cpu'))
         assert x.tolist() == [list(range(16)), list(range(7, 23))] and torch.equal(y, x + 1)
         before = text.stamp
         os.utime(path / 'val.bin', (1, 1))
-        assert gpt.load_text(config(data=str(path))).stamp != before
+        assert gpt.load_text(config(vocab_size=0, data=str(path))).stamp != before
 
 def test_gpt_builtin_text():
-    text = gpt.load_text(config())
+    text = gpt.load_text(config(vocab_size=0))
     assert len(text.train) > 10 * len(text.val) // 2 > 100_000 and text.train.max() < 256
     assert b'import' in text.train.astype(np.uint8).tobytes()
     assert text.val[:2000].tobytes() not in text.train.tobytes()
@@ -467,7 +468,7 @@ def test_gpt_batches():
     """Batch i follows from seed and i alone, and processes and micro-batches share it exactly."""
     with folder() as path:
         (path / 't.txt').write_text(TEXT)
-        c = config(data=str(path / 't.txt'), batch_size=2, grad_accum_steps=4)
+        c = config(vocab_size=0, data=str(path / 't.txt'), batch_size=2, grad_accum_steps=4)
         task = gpt.Task(c)
         whole = task.batch(3, range(8))[0]
         assert torch.equal(whole, gpt.Task(c).batch(3, range(8))[0])
@@ -480,7 +481,7 @@ def test_gpt_bigram():
     """Against counting pairs by hand."""
     with folder() as path:
         (path / 't.txt').write_text('abacabad' * 40)
-        text = gpt.load_text(config(data=str(path / 't.txt')))
+        text = gpt.load_text(config(vocab_size=0, data=str(path / 't.txt')))
         train, starts, nll = text.train.tolist(), [0, 3], []
         for s in starts:
             for x, y in zip(text.val[s:s + 6].tolist(), text.val[s + 1:s + 7].tolist()):
@@ -494,7 +495,7 @@ def test_gpt_evaluation():
     """The same windows every time; the mean over positions is the loss; bits follow from nats."""
     with folder() as path:
         (path / 't.txt').write_text(TEXT)
-        task = gpt.Task(config(data=str(path / 't.txt'), batch_size=3, eval_iters=2))
+        task = gpt.Task(config(vocab_size=0, data=str(path / 't.txt'), batch_size=3, eval_iters=2))
         a, b = task.evaluate(), task.evaluate()
         assert a == b and abs(a['val_bpb'] - a['val_loss'] / math.log(2)) < 1e-9
         x, y = gpt.windows(task.text.val, task.val_starts, task.config, task.device)
@@ -549,7 +550,7 @@ def test_schedules():
 def test_optimizer_groups():
     with folder() as path:
         (path / 't.txt').write_text(TEXT)
-        task = gpt.Task(config(data=str(path / 't.txt'), bias=True, weight_decay=0.1))
+        task = gpt.Task(config(vocab_size=0, data=str(path / 't.txt'), bias=True, weight_decay=0.1))
         for group in task.optimizer().param_groups:
             assert {p.dim() >= 2 for p in group['params']} == {group['weight_decay'] == 0.1}
 
@@ -566,9 +567,10 @@ def test_training_by_hand():
                 for i in range(3)]):
             x, y = task.batch(it, range(8))
             task.model.zero_grad()
-            F.cross_entropy(task.model(x, y)[0].flatten(0, 1), y.flatten()).backward()
+            loss = F.cross_entropy(task.model(x, y)[0].flatten(0, 1), y.flatten())
+            loss.backward()
             norm = torch.stack([p.grad.norm() for p in task.model.parameters()]).norm()
-            assert norm > 0.5
+            assert norm > 0.5 and abs(result['log'][it + 1]['loss'] - loss.item()) < 1e-4
             with torch.no_grad():
                 for p in task.model.parameters():
                     g = p.grad * 0.5 / norm
@@ -579,6 +581,28 @@ def test_training_by_hand():
                     p.sub_(lr * m / (v.sqrt() + 1e-8))
         for name, p in weights(result['folder']).items():
             close(p, task.model.state_dict()[name], 2e-5)
+
+def test_dropout_differs_from_step_to_step():
+    with folder() as path:
+        flags = tiny(path, '--dropout', 0.5, '--lr', 1e-30, '--min-lr', 0)
+        (path / 'text.txt').write_text('a' * 2000)  # every batch is the same
+        losses = [row['loss'] for row in run(*flags)[3]['log'][1:]]
+        assert len(set(losses)) == len(losses) == 6
+
+def test_presets():
+    """The recipes' figures, from the code bases that the papers name."""
+    for name, tokens, steps, peak, at_1000, last in (
+            ('owt-124m', 491_520, 600_000, 6e-4, 1001 / 2001, 0.1),
+            ('belief-124m', 524_288, 9_536, 1.8e-3, 1.0, 1 / 2048)):
+        c = gpt.Config(**gpt.PRESETS[name])
+        assert c.batch_size * c.grad_accum_steps * c.block_size == tokens
+        assert (c.max_iters, c.learning_rate, c.weight_decay) == (steps, peak, 0.1)
+        assert (c.beta1, c.beta2, c.data) == (0.9, 0.95, 'openwebtext')
+        assert abs(gpt.schedule(1000, c) - at_1000) < 1e-9
+        assert abs(gpt.schedule(steps - 1, c) - last) < 1e-6
+    assert (c.grad_clip, c.warmup_iters, c.arch, c.fp8_weights) == (0, 256, 'rotary', True)
+    assert gpt.TABLES['ax1']['attentionx-v1']['gamma'] == 0.5
+    assert gpt.TABLES['ax2']['attentionx']['gamma'] == 3
 
 def test_training_learns():
     """Every variant beats the entropy of single letters after 150 small steps."""
@@ -637,6 +661,18 @@ def test_resume_bit_for_bit():
         with open(whole['folder'] / 'log.csv', newline='') as f:
             assert [row['iter'] for row in csv.DictReader(f)] == ['0', '3', '6', '9']
 
+def test_resume_of_float16():
+    """The loss scale goes on where it was."""
+    with folder() as path:
+        flags = tiny(path, '--dtype', 'float16', '--max-iters', 9)
+        whole = run(*flags)[3]
+        with interrupted_at(4, signal.SIGINT):
+            run(*flags, '--out-dir', path / 'part')
+        part = run(*flags, '--out-dir', path / 'part', '--resume')[3]
+        a, b = (gpt.load_checkpoint(r['folder'] / 'ckpt.pt') for r in (whole, part))
+        assert same(a['model'], b['model'])
+        assert a['scaler'] == b['scaler'] and a['scaler']['_growth_tracker'] == 9
+
 def test_resume_after_kill():
     """SIGKILL at any moment, --resume auto: the weights of a run that nobody disturbed."""
     with folder() as path:
@@ -661,13 +697,14 @@ def test_resume_chooses():
         refuse(['no run', '--resume'], *tiny(path, '--resume'))
         first = run(*tiny(path, '--resume', 'auto', '--max-iters', 2))[3]
         second = run(*tiny(path, '--attention', 'belief', '--max-iters', 2))[3]
-        refuse(['--gamma', 'has None'], *tiny(path, '--gamma', 2, '--resume'))
+        refuse(['--gamma 2', 'contradicts'], *tiny(path, '--gamma', 2, '--resume'))
         refuse(['--attention', 'belief'], *tiny(path, '--resume', second['folder']),
                '--attention', 'softmax')
         longer = run(*tiny(path, '--resume', '--max-iters', 4))[3]
         assert longer['iter'] == 4 and longer['folder'] == first['folder']
         assert run(*tiny(path, '--resume', '--max-iters', 1))[3]['iter'] == 4  # nothing left to do
         refuse(['no run'], *tiny(path, '--seed', 1, '--resume'))  # though 1337 begins with a 1
+        refuse(['contradicts'], '--preset', 't4', '--resume', '--out-dir', path / 'out')
         code, out, _, _ = run('sample', '--max-new-tokens', 4, '--resume', second['folder'])
         assert code == 0 and len(out) >= 5
 
@@ -710,7 +747,7 @@ def test_checkpoint_survives_a_failed_write():
         with unittest.mock.patch.object(os, 'fsync', second):
             refuse(['ckpt.pt', 'No space left'], *flags)
         run_folder = path / 'out/attentionx_gpt/attentionx-s1337'
-        assert json.loads(gpt.load_checkpoint(run_folder / 'ckpt.pt')['progress'])[0] == 0
+        assert gpt.load_checkpoint(run_folder / 'ckpt.pt')['progress'][0] == 0
         assert [p.name for p in run_folder.iterdir() if p.suffix == '.tmp'] == []
         (path / 'file').write_text('')
         refuse([str(path / 'file')], *tiny(path, '--out-dir', path / 'file'))
@@ -748,9 +785,11 @@ def test_float16_training():
 
 def test_time_limit():
     with folder() as path:
-        code, out, _, result = run(*tiny(path, '--max-iters', 100000, '--max-minutes', 0.01))
-        assert code == 0 and '--resume' in out
-        assert json.loads(gpt.load_checkpoint(result['folder'] / 'ckpt.pt')['progress'])[0] < 100000
+        flags = tiny(path, '--max-iters', 100000, '--eval-interval', 100000)
+        clock = time.time()
+        code, out, _, result = run(*flags, '--max-minutes', 0.01)
+        assert code == 0 and '--resume' in out and time.time() - clock > 0.5
+        assert gpt.load_checkpoint(result['folder'] / 'ckpt.pt')['progress'][0] < 100000
 
 def test_initial_weights():
     """--init takes nanoGPT's checkpoint: its key names, prefixes and masks."""
@@ -795,7 +834,7 @@ def test_bad_flags():
         refuse(['--over', 'abc'], 'compare', '--over', 'n_layer=abc', *tiny(path))
         refuse(['--gamma'], 'compare', '--over', 'gamma=3,0.5', *tiny(path))
         refuse(['--table', 'ax1'], 'compare', '--table', '9', *tiny(path))
-        refuse(['compare'], 'compare', '--seeds', 'one', *tiny(path))
+        refuse(['--seeds', 'one'], 'compare', '--seeds', 'one', *tiny(path))
         refuse(['--rounds'], 'bench', '--rounds', 1, *tiny(path))
         assert not (path / 'out').exists()
         assert run(*tiny(path, '--max_iters=1', '--zero_diag'))[0] == 0  # underscores are welcome
@@ -827,6 +866,8 @@ def test_bad_files():
         bins('broken', ['broken', 'meta.json'], meta='{')
         bins('list', ['list', 'meta.json'], meta='[1]')
         bins('chars', ['chars', 'tokenizer'], meta='{"tokenizer": "chars", "vocab_size": 65}')
+        bins('huge', ['huge'], meta='{"tokenizer": "gpt2", "vocab_size": 100000}')
+        refuse(['few', '--tokenizer'], *tiny(path, '--tokenizer', 'bytes'), '--data', path / 'few')
         bins('wrong', ['token 511', '256'], train=b'\xff\x01' * 200,
              meta='{"tokenizer": "bytes", "vocab_size": 256}')
 
@@ -842,7 +883,7 @@ def test_no_network():
                 tokens.astype(np.uint16).tofile(path / f'{name}.bin')
             (path / 'meta.json').write_text('{"tokenizer": "gpt2", "vocab_size": 100}')
             code, out, err, _ = run(*tiny(path), '--data', path)
-            assert code == 0 and 'validation loss' in out and 'sample' not in out, err
+            assert code == 0 and 'validation loss' in out and 'sample  ' not in out, err
 
 # ------------------------------------ actions ------------------------------------
 
@@ -870,12 +911,14 @@ def test_compare():
         assert [float(row['mean']) for row in rows] == [row['mean'] for row in table.values()]
         def final(case):
             found = [next(base.glob(f'{case}-s{seed}-*/ckpt.pt')) for seed in (0, 1)]
-            logs = [json.loads(gpt.load_checkpoint(p)['progress'])[3] for p in found]
+            logs = [gpt.load_checkpoint(p)['progress'][3] for p in found]
             return np.array([log[-1]['val_loss'] for log in logs])
         mine, row = final('belief-0.01'), table['belief 0.01']
         gaps = mine - final('softmax-0.01')
         assert abs(row['mean'] - mine.mean()) + abs(row['sd'] - mine.std(ddof=1)) < 1e-12
         assert abs(row['t'] - gaps.mean() / gaps.std(ddof=1) * math.sqrt(2)) < 1e-9
+        run(*flags, '--log-interval', 2)  # any other setting is another run
+        assert len(list(base.glob('belief-0.01-s1-*'))) == 2
         taken.clear()
         with counting:
             assert repr(run(*flags)[3]) == repr(table) and not taken
@@ -916,6 +959,15 @@ def test_bench():
         assert code == 0 and list(rows) == VARIANTS, err
         assert rows['softmax']['train_ratio'] == 1 and rows['belief']['train_ms'] > 0
         assert rows['belief-star']['parameters'] == rows['belief']['parameters'] + 2 * 16 * 16
+        loss = gpt.Task.loss
+        def slow_belief(self, *args):
+            time.sleep(0.1 * (self.config.attention == 'belief'))
+            return loss(self, *args)
+        with unittest.mock.patch.object(gpt.Task, 'loss', slow_belief):
+            rows = run('bench', '--rounds', 3, *tiny(path), '--over', 'attention=softmax,belief')[3]
+        assert rows['belief']['train_ratio'] > 2 and rows['belief']['infer_ratio'] > 2
+        refuse(['--over', 'gamma'], 'bench', '--over', 'gamma=0.5', *tiny(path))
+        refuse(['--over', '--table'], 'bench', '--over', 'gamma=3', '--table', 'ax1', *tiny(path))
 
 def test_inspect():
     """The figures of a layer against the attention matrix written out; all variants run."""
@@ -934,6 +986,7 @@ def test_inspect():
                            cos_update=F.cosine_similarity(attn.c_proj(delta), x, dim=-1),
                            cos_mh=F.cosine_similarity(attn.c_proj(mh), x, dim=-1)).items():
         assert abs(row[key] - value.mean().item()) < 1e-6, key
+    assert gpt.diagnose(model(zero_diag=True), idx)[0]['p_own'] == 0
     with folder() as path:
         for name in ('softmax', 'attentionx', 'belief-star'):
             flags = tiny(path, '--attention', name, '--max-iters', 3)
