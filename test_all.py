@@ -501,6 +501,9 @@ def test_gpt_evaluation():
         x, y = gpt.windows(task.text.val, task.val_starts, task.config, task.device)
         close(task.model(x, y)[1], a['val_loss'], 1e-5)
         assert len(task.by_position) == 16 and len(task.val_starts) == 6
+        assert (task.val_starts[0], task.val_starts[-1]) == (0, len(task.text.val) - 17)
+        task.text.bytes_per_token = 4.0
+        assert abs(task.evaluate()['val_bpb'] - a['val_bpb'] / 4) < 1e-9
 
 # ------------------------------------ harness ------------------------------------
 
@@ -786,9 +789,9 @@ def test_float16_training():
 def test_time_limit():
     with folder() as path:
         flags = tiny(path, '--max-iters', 100000, '--eval-interval', 100000)
-        clock = time.time()
         code, out, _, result = run(*flags, '--max-minutes', 0.01)
-        assert code == 0 and '--resume' in out and time.time() - clock > 0.5
+        assert code == 0 and '--resume' in out
+        assert 0.3 < gpt.load_checkpoint(result['folder'] / 'ckpt.pt')['progress'][1] < 3
         assert gpt.load_checkpoint(result['folder'] / 'ckpt.pt')['progress'][0] < 100000
 
 def test_initial_weights():
