@@ -83,7 +83,7 @@ class Config:
     beta1: float = 0.9             # 0 <= x < 1: AdamW's first moment
     beta2: float = 0.99            # 0 <= x < 1: AdamW's second moment
     grad_clip: float = 1.0         # 0 <= x < 1e9: largest gradient norm; 0 for no clipping
-    eval_interval: int = 250       # x >= 1: steps between evaluations, and between checkpoints
+    eval_interval: int = 100       # x >= 1: steps between evaluations, and between checkpoints
     eval_iters: int = 20           # 1 <= x <= 1e6: validation batches, the same ones every time
     log_interval: int = 10         # x >= 1: steps between lines in log.csv
     max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop after so long; 0 for no limit
@@ -115,7 +115,7 @@ GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='open
 PRESETS = {
     'tiny': {},
     't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2,
-               max_iters=3000, learning_rate=1e-3, min_lr=1e-4, threads=0),
+               max_iters=3000, learning_rate=1e-3, min_lr=1e-4, eval_interval=250, threads=0),
     # AX1 and AX2 name nanoGPT and "a small subset of openwebtext", no more: [choice] its recipe
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, min_lr=6e-5, warmup_iters=2000,
@@ -836,8 +836,8 @@ def sparkline(values):
     low, high = min(values), max(values)
     return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
 
-def draw(path, panels):
-    """panels: (title, x label, {line: [(x, y), ...]}) -> names of the files made."""
+def draw(path, panels, ordered=False):
+    """panels: (title, x label, {line: [(x, y), ...]}), `ordered` lines in shades -> files made."""
     if RANK:
         return []
     try:
@@ -849,15 +849,15 @@ def draw(path, panels):
     from matplotlib import pyplot as plt
     across, down = min(4, len(panels)), -(-len(panels) // 4)
     figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
+    for axis in axes.flat[len(panels):]:
+        axis.axis('off')
     for axis, (title, label, lines) in zip(axes.flat, panels):
         for i, (name, line) in enumerate(lines.items()):
-            color = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
-            axis.plot(*zip(*line), label=name, color=color)
+            shade = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
+            axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
         axis.set(title=title, xlabel=label)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    for axis in axes.flat[len(panels):]:
-        axis.axis('off')
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -999,11 +999,17 @@ def tabulate(runs, base, metric):
         print('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
               '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**row))
     write_csv(base / 'compare.csv', list(table.values()))
-    average = lambda mine, x: [tuple(map(statistics.fmean, zip(*at)))  # over the seeds
-                               for at in zip(*(points(r['log'], x, metric) for r in mine))]
+    late = lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]  # past the fall
+    mean = lambda mine, x: [tuple(map(statistics.fmean, zip(*at)))  # over the seeds
+                            for at in zip(*(points(late(r), x, metric) for r in mine))]
+    steps, seconds = ({case: mean(mine, x) for case, mine in runs.items()}
+                      for x in ('iter', 'seconds'))
+    name, reference = next(iter(steps.items()))
+    less = {case: [(x, y - y0) for (x, y), (_, y0) in zip(line, reference)]
+            for case, line in steps.items()}
     files = draw(base / 'compare.png', [
-        (metric, label, {case: average(mine, x) for case, mine in runs.items()})
-        for x, label in (('iter', 'step'), ('seconds', 'seconds of training'))])
+        (metric, 'step', steps), (metric, 'seconds of training', seconds),
+        (f'{metric} less that of {name}', 'step', less)])
     print(f'{base}: {", ".join(["compare.csv"] + files)}')
     return table
 
@@ -1074,7 +1080,7 @@ def inspect_layers(options, config, given):
     panels += [(key, 'step', {
         f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
         for i in range(config.n_layer)}) for key in list(rows[0])[2:]]
-    files = draw(folder / 'inspect.png', panels)
+    files = draw(folder / 'inspect.png', panels, ordered=True)
     print(diagnose.__doc__.split('\n\n')[1].rstrip())
     print(''.join(f'{key:>12}' for key in rows[0]))
     for row in rows[-config.n_layer:]:
