@@ -171,6 +171,8 @@ def test_gpt_zero_diagonal_enlarges_phi():
     kept, zeroed = (method('attentionx', q, k, v, 1.0, zd)[0] for zd in (False, True))
     close(kept[:, 1:], ((1 - own) * zeroed)[:, 1:], 1e-13)
     assert (zeroed.norm(dim=-1) > kept.norm(dim=-1))[:, 1:].all()
+    kept, zeroed = (method('belief-head', q, k, v, zero_diag=zd)[0] for zd in (False, True))
+    close(kept[:, 1:], ((1 - own) * zeroed)[:, 1:], 1e-13)  # and so it does Delta_s
 
 def test_gpt_first_token():
     """The first token has only itself: belief hands on nothing, AttentionX (1 - gamma) V."""
