@@ -71,7 +71,7 @@ class Config:
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
     tokenizer: str = ''            # x in ('', 'bytes', 'gpt2'): of text files; default: bytes
     # training
-    max_iters: int = 1000          # x >= 0: optimiser steps
+    max_iters: int = 800           # x >= 0: optimiser steps
     batch_size: int = 32           # 1 <= x <= 1e6: windows in memory at once, per process
     grad_accum_steps: int = 1      # 1 <= x <= 1e6: batches in an optimiser step, over all processes
     learning_rate: float = 2e-3    # 0 < x <= 100: at its peak
