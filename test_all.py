@@ -89,7 +89,7 @@ def method(name, q, k, v, gamma=None, zero_diag=False):
 
 # ------------------------------------ the papers' method ------------------------------------
 
-def slow(name, q, k, v, gamma, zero_diag):
+def slow(name, q, k, v, gamma, zero_diag, causal=True):
     """The papers' formulas, one token, one head, one number at a time -> (2, B, T, nh, hs)."""
     B, nh, T, hs = q.shape
     q, k, v = q.tolist(), k.tolist(), v.tolist()
@@ -99,7 +99,7 @@ def slow(name, q, k, v, gamma, zero_diag):
         for t in range(T):
             mh = []
             for h in range(nh):
-                seen = range(t if zero_diag else t + 1)
+                seen = [s for s in range(t + 1 if causal else T) if s != t or not zero_diag]
                 e = [math.exp(dot(q[b][h][t], k[b][h][s]) / math.sqrt(hs)) for s in seen]
                 mh.append([sum(w * v[b][h][s][d] for w, s in zip(e, seen)) / sum(e) if e else 0.0
                            for d in range(hs)])
@@ -1102,35 +1102,6 @@ def vit_method(name, q, k, v, gamma=None, zero_diag=False):
 
 # ------------------------------------ the papers' method ------------------------------------
 
-def vit_slow(name, q, k, v, gamma, zero_diag):
-    """The papers' formulas, one token, one head, one number at a time -> (2, B, T, nh, hs)."""
-    B, nh, T, hs = q.shape
-    q, k, v = q.tolist(), k.tolist(), v.tolist()
-    dot = lambda a, b: sum(x * y for x, y in zip(a, b))
-    outs = torch.zeros(2, B, T, nh, hs, dtype=torch.float64)
-    for b in range(B):
-        for t in range(T):
-            mh = []
-            for h in range(nh):
-                seen = [s for s in range(T) if s != t or not zero_diag]
-                e = [math.exp(dot(q[b][h][t], k[b][h][s]) / math.sqrt(hs)) for s in seen]
-                mh.append([sum(w * v[b][h][s][d] for w, s in zip(e, seen)) / sum(e) if e else 0.0
-                           for d in range(hs)])
-            V = [v[b][h][t] for h in range(nh)]
-            alpha = sum(map(dot, mh, V)) / sum(map(dot, V, V))
-            for h in range(nh):
-                beta = dot(mh[h], V[h]) / dot(V[h], V[h])
-                for d in range(hs):
-                    m, x = mh[h][d], V[h][d]
-                    first, second = {
-                        'softmax': (m, 0), 'attentionx': (x - gamma * m, 0),
-                        'attentionx-v1': (gamma * x - m, 0), 'belief': (m - alpha * x, 0),
-                        'belief-head': (m - beta * x, 0),
-                        'belief-star': (m - alpha * x, m - beta * x),
-                        'softmax-scaled': (gamma * m, 0), 'value-skip': (m + x, 0)}[name]
-                    outs[0, b, t, h, d], outs[1, b, t, h, d] = first, second
-    return outs
-
 def test_vit_same_method():
     """The functions that both scripts have are the same text."""
     for name in ('inner', 'ratio', 'orthogonal', 'softmax', 'attentionx', 'attentionx_v1', 'belief',
@@ -1144,7 +1115,7 @@ def test_vit_reference():
         for name in VARIANTS:
             for zero_diag in (False, True):
                 gamma = {'attentionx': 2.5, 'attentionx-v1': 0.3}.get(name, 1.7)
-                want = vit_slow(name, q, k, v, gamma, zero_diag)
+                want = slow(name, q, k, v, gamma, zero_diag, causal=False)
                 for got, expected in zip(vit_method(name, q, k, v, gamma, zero_diag), want):
                     close(got, expected, 1e-12)
 
