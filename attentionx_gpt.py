@@ -76,9 +76,9 @@ class Config:
     grad_accum_steps: int = 1      # 1 <= x <= 1e6: batches in an optimiser step, over all processes
     learning_rate: float = 2e-3    # 0 < x <= 100: at its peak
     min_lr: float = 2e-4           # 0 <= x <= 100: where the cosine ends
-    schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'constant'): after the warmup
+    schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'step', 'constant'): after warmup
     warmup_iters: int = 100        # x >= 0: steps of linear warmup
-    warmdown_iters: int = 0        # x >= 0: steps of the trapezoid's descent to zero
+    warmdown_iters: int = 0        # x >= 0: last steps, down to 0 (trapezoid) or at 0.1 (step)
     weight_decay: float = 0.1      # 0 <= x <= 100: AdamW's, on matrices
     beta1: float = 0.9             # 0 <= x < 1: AdamW's first moment
     beta2: float = 0.99            # 0 <= x < 1: AdamW's second moment
@@ -126,15 +126,16 @@ PRESETS = {
                         learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
                         warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_iters=80),
 }
-TABLES = {  # `compare --table NAME`: the papers' experiments as rows of settings
+TABLES = {  # `compare --table NAME`: rows of settings, the papers' experiments among them
+    'all': {name: dict(attention=name) for name in (
+        'softmax', 'attentionx', 'attentionx-v1', 'belief', 'belief-head', 'belief-star',
+        'softmax-scaled', 'value-skip')},
     'ax1': {'softmax': dict(attention='softmax'),
             'attentionx-v1': dict(attention='attentionx-v1', gamma=0.5)},
     'ax2': {'softmax': dict(attention='softmax'),
             'attentionx': dict(attention='attentionx', gamma=3.0)},
     'bf': {'transformer': dict(attention='softmax'), 'beliefformer': dict(attention='belief'),
            'beliefformer*': dict(attention='belief-star')},
-    'controls': {name: dict(attention=name)
-                 for name in ('softmax', 'attentionx', 'softmax-scaled', 'value-skip')},
 }
 
 # ------------------------------------ 3. the papers' method ------------------------------------
@@ -612,8 +613,7 @@ def open_run(config, given, resume=None):
         for key in set(given) - FREE:
             if given[key] != getattr(state['config'], key):
                 fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        free = {key: given[key] for key in FREE & set(given)}
-        return replace(state['config'], **free), path.parent, state
+        return replace(state['config'], **{k: given[k] for k in FREE & {*given}}), path.parent, state
     for n in itertools.count(1):
         with contextlib.suppress(FileExistsError):
             folder = base / (name + f'-{n}' * (n > 1))
@@ -633,20 +633,21 @@ def schedule(it, c):
     if c.schedule == 'cosine':
         done = min(1, (it - c.warmup_iters) / max(1, c.max_iters - c.warmup_iters))
         return 1 - (1 - c.min_lr / c.learning_rate) * 0.5 * (1 - math.cos(math.pi * done))
-    return min(1, (c.max_iters - it) / (c.warmdown_iters or 1)) if c.schedule == 'trapezoid' else 1
+    left, last = c.max_iters - it, c.warmdown_iters
+    trapezoid, step = min(1, left / (last or 1)), 1 if left > last else 0.1
+    return dict(constant=1, trapezoid=trapezoid, step=step)[c.schedule]
 
 def fit(task, config, folder, state=None, label=''):
     """Train `task` in `folder`, from checkpoint `state` if there is one -> latest figures and log.
     A task has model, optimizer(), batch(step, rows), loss(model, batch), evaluate() -> {name: x},
-    `unit` and `per_row` (units in a row). Batch, dropout and learning rate follow from seed and
-    step, so that model, optimiser and scaler are all there is to resume."""
+    `unit`, `per_row` (units in a row) and maybe finish() -> {name: x}, for the end. Batch, dropout
+    and learning rate follow from seed and step: model, optimiser, scaler are all to resume."""
     device, dtype, _ = pick_device(config)
     autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
-    saved = it if state else -1
     for name in parts if state else ():
         parts[name].load_state_dict(state[name])
     n = config.batch_size * config.grad_accum_steps
@@ -656,7 +657,8 @@ def fit(task, config, folder, state=None, label=''):
               for i in range(0, n // WORLD, config.batch_size)]
     wrapped = torch.compile(model) if config.compile else model
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
-    caught, halt, spoke, wrote, began = [], False, now(), now(), now()
+    caught, halt, saved, task.folder = [], False, it if state else -1, folder
+    spoke = wrote = began = now()
     def catch(signum, _):  # the first one waits for the end of the step, main() forgets this again
         sys.exit(128 + signum) if caught else caught.append(signum)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -720,20 +722,21 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with --resume {folder}')
     if caught:
         raise SystemExit(128 + caught[0])
-    return dict({k: v for row in log for k, v in row.items()}, folder=folder, log=log)
+    final = task.finish() if done and hasattr(task, 'finish') else {}
+    return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
 # ------------------------------------ 7. evaluation and pictures ----------------------------------
 
 class Task:
     """Language modelling as the harness sees it."""
-    unit, metric = 'tokens', 'val_loss'
+    unit, metrics = 'tokens', ['val_loss']
 
     def __init__(self, config, resumed=False):
         self.text, self.device = load_text(config), pick_device(config)[0]
         self.config = replace(config, tokenizer=self.text.tokenizer,
                               vocab_size=max(config.vocab_size, self.text.vocab_size))
-        self.model, self.per_row = GPT(self.config), config.block_size
+        self.model, self.per_row, self.stamp = GPT(self.config), config.block_size, self.text.stamp
         if config.init and not resumed:
             load_weights(self.model, config.init)
         self.model.to(self.device)
@@ -826,43 +829,6 @@ def diagnose(model, idx):
         rows.append(dict(layer=len(rows), **dict(zip(names, means))))
     return rows
 
-def points(rows, x, y):
-    """The (x, y) of the rows that have both."""
-    return [(row[x], row[y]) for row in rows if row.get(y) is not None]
-
-def sparkline(values):
-    """A curve in one line of text."""
-    values = values[::-(-len(values) // 60)]
-    low, high = min(values), max(values)
-    return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
-
-def draw(path, panels, ordered=False):
-    """panels: (title, x label, {line: [(x, y), ...]}), `ordered` lines in shades -> files made."""
-    if RANK:
-        return []
-    try:
-        import matplotlib
-    except ImportError:
-        print(f'no {path.name}: pictures want `pip install matplotlib`')
-        return []
-    matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
-    across, down = min(4, len(panels)), -(-len(panels) // 4)
-    figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
-    for axis in axes.flat[len(panels):]:
-        axis.axis('off')
-    for axis, (title, label, lines) in zip(axes.flat, panels):
-        for i, (name, line) in enumerate(lines.items()):
-            shade = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
-            axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
-        axis.set(title=title, xlabel=label)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return [path.name]
-
 # ------------------------------------ 8. actions ------------------------------------
 
 def start(config, given, resume=None):
@@ -879,16 +845,6 @@ def start(config, given, resume=None):
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
           f'run     {folder}' + ', resumed' * bool(state))
     return task, folder, state
-
-def count(model):
-    return sum(p.numel() for p in model.parameters())
-
-def train(options, config, given):
-    task, folder, state = start(config, given, options['resume'])
-    result = fit(task, task.config, folder, state)
-    if RANK == 0:
-        report(task, folder, result)
-    return result
 
 def report(task, folder, result):
     """What came out: losses, a sample, and where everything is."""
@@ -935,14 +891,93 @@ def sample(options, config, given):
     print(('\n' + '-' * 80 + '\n').join(texts))
     return dict(samples=texts, tokens=out.tolist(), folder=folder)
 
+def inspect_layers(options, config, given):
+    """Train and watch the layers. Panel 1 tests AX1's guess that discrepancy shrinks with depth."""
+    task, folder, _ = start(config, given)
+    idx, _ = windows(task.text.val, task.val_starts[:8], task.config, task.device)
+    seen, evaluate = [], task.evaluate
+    task.evaluate = lambda: seen.append(diagnose(task.model, idx)) or evaluate()
+    result = fit(task, task.config, folder)
+    steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
+    rows = [dict(iter=step, **row) for step, layers in zip(steps, seen) for row in layers]
+    write_csv(folder / 'inspect.csv', rows)
+    panels = [('update by depth', 'layer', {
+        f'step {step}': points([r for r in rows if r['iter'] == step], 'layer', 'update')
+        for step in steps[::max(1, len(steps) // 4)]})]
+    panels += [(key, 'step', {
+        f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
+        for i in range(config.n_layer)}) for key in list(rows[0])[2:]]
+    files = draw(folder / 'inspect.png', panels, ordered=True)
+    print(diagnose.__doc__.split('\n\n')[1].rstrip())
+    table(rows[-config.n_layer:])
+    print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
+    return dict(result, rows=rows)
+
+# ------------------------------------ 9. main ------------------------------------
+
+# --- workbench (identical in all four scripts; test_all.py checks)
+def points(rows, x, y):
+    """The (x, y) of the rows that have both."""
+    return [(row[x], row[y]) for row in rows if row.get(y) is not None]
+
+def sparkline(values):
+    """A curve in one line of text."""
+    values = values[::-(-len(values) // 60)]
+    low, high = min(values), max(values)
+    return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
+
+def draw(path, panels, ordered=False):
+    """panels: (title, x label, {line: [(x, y), ...]}), `ordered` lines in shades -> files made."""
+    if RANK:
+        return []
+    try:
+        import matplotlib
+    except ImportError:
+        print(f'no {path.name}: pictures want `pip install matplotlib`')
+        return []
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    across, down = min(4, len(panels)), -(-len(panels) // 4)
+    figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
+    for axis in axes.flat[len(panels):]:
+        axis.axis('off')
+    for axis, (title, label, lines) in zip(axes.flat, panels):
+        for i, (name, line) in enumerate(lines.items()):
+            shade = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
+            axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
+        axis.set(title=title, xlabel=label)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path.name]
+
+def count(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+def table(rows):
+    """Print rows, dicts of the same keys."""
+    show = lambda v: f'{v:.3f}' if isinstance(v, float) else f'{v:,}' if isinstance(v, int) else v
+    lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*lines)]
+    for first, *line in lines:
+        print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
+
+def train(options, config, given):
+    task, folder, state = start(config, given, options['resume'])
+    result = fit(task, task.config, folder, state)
+    if RANK == 0:
+        report(task, folder, result)
+    return result
+
 def cases_of(options, config):
-    """{name: Config}: a paper's table, or every combination of --over FIELD=A,B."""
-    cases = dict(TABLES.get(options['table'], {'': {}}))
+    """{name: Config}: every combination of --over FIELD=A,B, or a table, by default the first."""
     if options['table'] and options['over']:
         fail('--table and --over exclude each other')
-    everything = [] if options['table'] else ['attention=' + ','.join(ATTENTION)]
+    cases = {'': {}} if options['over'] else TABLES[options['table'] or next(iter(TABLES))]
     try:
-        for spec in options['over'] or everything:
+        for spec in options['over'] or ():
             field, _, values = spec.partition('=')
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
@@ -966,8 +1001,8 @@ def compare(options, config, given):
         fail(f'--seeds {options["seeds"]}: {e}')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
-        facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.text.stamp,
-                 torch.__version__, str(pick_device(c)), Path(__file__).read_text('utf-8'),
+        facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
+                 str(pick_device(c)), Path(__file__).read_text('utf-8'),
                  Path(c.init).stat().st_mtime if c.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
@@ -977,41 +1012,42 @@ def compare(options, config, given):
         if found:
             print(f'{label}found in {folder}')
         result = fit(task, task.config, folder, state, label)
-        if result['iter'] < c.max_iters:
+        if result['iter'] < task.config.max_iters:
             fail('--max-minutes are over; the same command goes on from here')
         runs.setdefault(name, []).append(dict(result, parameters=count(task.model)))
-    return tabulate(runs, base, Task.metric)
+    return tabulate(runs, base, Task.metrics)
 
-def tabulate(runs, base, metric):
+def tabulate(runs, base, metrics):
     """Print a comparison, {case: [result of each seed]}, and write it as csv and png."""
-    table, first = {}, [r[metric] for r in next(iter(runs.values()))]
+    rows, reference = [], next(iter(runs.values()))
+    mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in reference)]
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
-    print(f'\n{"":24}{"parameters":>12}{metric:>19}{"against first row":>20}{"t":>7}{"seconds":>9}')
-    for case, mine in runs.items():
-        values = [r[metric] for r in mine]
-        gaps = [value - reference for value, reference in zip(values, first)]
-        table[case] = row = dict(
-            case=case, seeds=len(mine), parameters=mine[0]['parameters'],
-            mean=statistics.fmean(values), sd=spread(values),
-            difference=statistics.fmean(gaps), difference_sd=spread(gaps),
-            t=statistics.fmean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
-            seconds=statistics.fmean(r['seconds'] for r in mine))
+    for metric, (case, mine) in itertools.product(kept, runs.items()):
+        gaps = [r[metric] - first[metric] for r, first in zip(mine, reference)]
+        rows.append(dict(
+            case=case, metric=metric, seeds=len(mine), parameters=mine[0]['parameters'],
+            mean=mean(r[metric] for r in mine), sd=spread([r[metric] for r in mine]),
+            difference=mean(gaps), difference_sd=spread(gaps),
+            t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
+            seconds=mean(r['seconds'] for r in mine)))
+        if case == next(iter(runs)):
+            print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
+                  f'{"t":>7}{"seconds":>9}')
         print('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-              '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**row))
-    write_csv(base / 'compare.csv', list(table.values()))
-    late = lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]  # past the fall
-    mean = lambda mine, x: [tuple(map(statistics.fmean, zip(*at)))  # over the seeds
-                            for at in zip(*(points(late(r), x, metric) for r in mine))]
-    steps, seconds = ({case: mean(mine, x) for case, mine in runs.items()}
-                      for x in ('iter', 'seconds'))
-    name, reference = next(iter(steps.items()))
-    less = {case: [(x, y - y0) for (x, y), (_, y0) in zip(line, reference)]
+              '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**rows[-1]))
+    write_csv(base / 'compare.csv', rows)
+    metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
+    lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
+                              for at in zip(*(points(late(r), x, metric) for r in mine))]
+                       for case, mine in runs.items()}
+    first, *_ = (steps := lines('iter')).values()
+    less = {case: [(x, y - y0) for (x, y), (_, y0) in zip(line, first)]
             for case, line in steps.items()}
     files = draw(base / 'compare.png', [
-        (metric, 'step', steps), (metric, 'seconds of training', seconds),
-        (f'{metric} less that of {name}', 'step', less)])
-    print(f'{base}: {", ".join(["compare.csv"] + files)}')
-    return table
+        (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),
+        (f'{metric} less that of {rows[0]["case"]}', 'step', less)])
+    print(f'files   {base}: {", ".join(["compare.csv"] + files)}')
+    return {m: {row['case']: row for row in rows if row['metric'] == m} for m in kept}
 
 def bench(options, config, given):
     """Time training step and inference of the cases in turn, so that noise meets all alike."""
@@ -1026,15 +1062,15 @@ def bench(options, config, given):
             loss = task.loss(task.wrapped.train(training), task.one_batch)
         if training:
             loss.backward()
-            task.adam.step()
-            task.adam.zero_grad()
+            task.steps.step()
+            task.steps.zero_grad()
         return loss.item()  # waits for the device
 
     print(f'{device}, {str(dtype)[6:]} ({why}); batch {config.batch_size}, {rounds} rounds')
     for name, c in cases.items():
         cases[name] = task = Task(c)
         task.wrapped = torch.compile(task.model) if c.compile else task.model
-        task.one_batch, task.adam = task.batch(0, range(config.batch_size)), task.optimizer()
+        task.one_batch, task.steps = task.batch(0, range(config.batch_size)), task.optimizer()
         kept = {}  # what the backward pass needs, by the place where it lies
         def keep(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -1044,7 +1080,7 @@ def bench(options, config, given):
         for p in task.model.parameters():
             kept.pop(p.data_ptr(), None)
         rows[name] = {'case': name, 'parameters': count(task.model),
-                      'kept_MB': sum(kept.values()) / 1e6}
+                      'kept_MB': round(sum(kept.values()) / 1e6)}
     for _ in range(rounds + 2):  # two to warm up
         for name, task in cases.items():
             for training in (True, False):
@@ -1055,40 +1091,11 @@ def bench(options, config, given):
         first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
         median = statistics.median(own[2:])
-        rows[name].update({word + '_ms': 1e3 * median, word + '_ratio': ratio,
-                           word + '_iqr': high - low,
-                           f'{word}_{task.unit[:3]}/s': config.batch_size * task.per_row / median})
-    print(''.join(f'{key:>14}' for key in rows[name]))
-    for row in rows.values():
-        print(''.join(f'{v:>14}' if k == 'case' else f'{v:14.3f}' if k[-3:] in ('tio', 'iqr')
-                      else f'{v:14,.0f}' for k, v in row.items()))
+        pace = f'{word}_{task.unit[:3]}/s', round(config.batch_size * task.per_row / median)
+        rows[name].update([(word + '_ms', 1e3 * median), (word + '_ratio', ratio),
+                           (word + '_iqr', high - low), pace])
+    table(list(rows.values()))
     return rows
-
-def inspect_layers(options, config, given):
-    """Train and watch the layers. Panel 1 tests AX1's guess that discrepancy shrinks with depth."""
-    task, folder, _ = start(config, given)
-    idx, _ = windows(task.text.val, task.val_starts[:8], task.config, task.device)
-    seen, evaluate = [], task.evaluate
-    task.evaluate = lambda: seen.append(diagnose(task.model, idx)) or evaluate()
-    result = fit(task, task.config, folder)
-    steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
-    rows = [dict(iter=step, **row) for step, layers in zip(steps, seen) for row in layers]
-    write_csv(folder / 'inspect.csv', rows)
-    panels = [('update by depth', 'layer', {
-        f'step {step}': points([r for r in rows if r['iter'] == step], 'layer', 'update')
-        for step in steps[::max(1, len(steps) // 4)]})]
-    panels += [(key, 'step', {
-        f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
-        for i in range(config.n_layer)}) for key in list(rows[0])[2:]]
-    files = draw(folder / 'inspect.png', panels, ordered=True)
-    print(diagnose.__doc__.split('\n\n')[1].rstrip())
-    print(''.join(f'{key:>12}' for key in rows[0]))
-    for row in rows[-config.n_layer:]:
-        print(''.join(f'{v:12.3f}' if isinstance(v, float) else f'{v:12}' for v in row.values()))
-    print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
-    return dict(result, rows=rows)
-
-# ------------------------------------ 9. main ------------------------------------
 
 def number(default, words):
     return dict(type=type(default), default=default, help=f'{words} [{default}]')
@@ -1102,13 +1109,6 @@ ACTIONS = {
     'compare': (compare, {**OVER, '--seeds': dict(default='0,1,2', help='a run each [0,1,2]')},
                 'Train variants on the same batches.'),
     'bench': (bench, {**OVER, '--rounds': number(20, 'measurements')}, 'Time the variants.'),
-    'inspect': (inspect_layers, {}, 'Train and watch what the layers do.'),
-    'sample': (sample, {**RESUME, '--prompt': dict(default='\n', help='text, or FILE:path'),
-                        '--num-samples': number(1, 'texts'),
-                        '--max-new-tokens': number(300, 'tokens'),
-                        '--temperature': number(0.8, '0 takes the likeliest token'),
-                        '--top-k': number(0, 'choose among the k likeliest; 0: among all')},
-               'Continue a text.'),
 }
 
 def main(argv=None):
@@ -1119,8 +1119,8 @@ def main(argv=None):
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
     if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
-        print(f'data/{config.data} is not there, so this runs on built-in text; the recipe wants '
-              f'`python prepare_data.py {config.data}`')
+        print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
+              f'wants `python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
     if options['preset']:
         given = {**PRESETS[options['preset']], 'data': config.data, **given}
@@ -1146,6 +1146,17 @@ def main(argv=None):
             signal.signal(signum, handler)
         if WORLD > 1:
             dist.destroy_process_group()
+# --- end of workbench
+
+ACTIONS.update({
+    'inspect': (inspect_layers, {}, 'Train and watch what the layers do.'),
+    'sample': (sample, {**RESUME, '--prompt': dict(default='\n', help='text, or FILE:path'),
+                        '--num-samples': number(1, 'texts'),
+                        '--max-new-tokens': number(300, 'tokens'),
+                        '--temperature': number(0.8, '0 takes the likeliest token'),
+                        '--top-k': number(0, 'choose among the k likeliest; 0: among all')},
+               'Continue a text.'),
+})
 
 if __name__ == '__main__':
     main()

@@ -95,16 +95,16 @@ class Config:
     first_size: int = 0            # 0 <= x <= 4096: pixels images have at first; 0: image_size
     size_epochs: float = 5.0       # 0 < x < 1e6: epochs after which images grow by two patches
     # training
-    epochs: float = 0.0            # 0 <= x < 1e6: passes over the data; 0: --max-iters counts
-    max_iters: int = 600           # x >= 0: optimiser steps
+    epochs: float = 5.0            # 0 <= x < 1e6: passes over the data
+    max_iters: int = None          # x >= 0: optimiser steps, if not --epochs but these count
     batch_size: int = 64           # 1 <= x <= 1e6: images in memory at once, per process
     grad_accum_steps: int = 1      # 1 <= x <= 1e6: batches in an optimiser step, over all processes
     optimizer: str = 'adamw'       # x in ('adamw', 'adam', 'set-adam'): the last is the papers'
     learning_rate: float = 2e-3    # 0 < x <= 100: at its peak
     min_lr: float = 0.0            # 0 <= x <= 100: where the cosine ends
-    schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'constant'): after the warmup
+    schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'step', 'constant'): after warmup
     warmup_iters: int = 50         # x >= 0: steps of linear warmup
-    warmdown_iters: int = 0        # x >= 0: steps of the trapezoid's descent to zero
+    warmdown_iters: int = 0        # x >= 0: last steps, down to 0 (trapezoid) or at 0.1 (step)
     weight_decay: float = 0.05     # 0 <= x <= 100: AdamW's, on matrices
     beta1: float = 0.9             # 0 <= x < 1: first moment
     beta2: float = 0.999           # 0 <= x < 1: second moment
@@ -160,7 +160,10 @@ PRESETS = {
                            drop_path=0.1, mix=True, label_smoothing=0.1, first_size=32,
                            val_fraction=0.01, eval_interval=10000, max_minutes=1440.0, threads=0),
 }
-TABLES = {  # `compare --table NAME`: the papers' experiments as rows of settings
+TABLES = {  # `compare --table NAME`: rows of settings, the papers' experiments among them
+    'all': {name: dict(attention=name) for name in (
+        'softmax', 'attentionx', 'attentionx-v1', 'belief', 'belief-head', 'belief-star',
+        'softmax-scaled', 'value-skip')},
     # AX1 and AX2 Table 1: CIFAR-10 88.15 and 89.41 %, CIFAR-100 61.86 and 64.00 %
     '1': {'softmax': dict(attention='softmax'),
           'attentionx': dict(attention='attentionx', gamma=1.0)},
@@ -952,8 +955,7 @@ def open_run(config, given, resume=None):
         for key in set(given) - FREE:
             if given[key] != getattr(state['config'], key):
                 fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        free = {key: given[key] for key in FREE & set(given)}
-        return replace(state['config'], **free), path.parent, state
+        return replace(state['config'], **{k: given[k] for k in FREE & {*given}}), path.parent, state
     for n in itertools.count(1):
         with contextlib.suppress(FileExistsError):
             folder = base / (name + f'-{n}' * (n > 1))
@@ -973,20 +975,21 @@ def schedule(it, c):
     if c.schedule == 'cosine':
         done = min(1, (it - c.warmup_iters) / max(1, c.max_iters - c.warmup_iters))
         return 1 - (1 - c.min_lr / c.learning_rate) * 0.5 * (1 - math.cos(math.pi * done))
-    return min(1, (c.max_iters - it) / (c.warmdown_iters or 1)) if c.schedule == 'trapezoid' else 1
+    left, last = c.max_iters - it, c.warmdown_iters
+    trapezoid, step = min(1, left / (last or 1)), 1 if left > last else 0.1
+    return dict(constant=1, trapezoid=trapezoid, step=step)[c.schedule]
 
 def fit(task, config, folder, state=None, label=''):
     """Train `task` in `folder`, from checkpoint `state` if there is one -> latest figures and log.
     A task has model, optimizer(), batch(step, rows), loss(model, batch), evaluate() -> {name: x},
-    `unit` and `per_row` (units in a row). Batch, dropout and learning rate follow from seed and
-    step, so that model, optimiser and scaler are all there is to resume."""
+    `unit`, `per_row` (units in a row) and maybe finish() -> {name: x}, for the end. Batch, dropout
+    and learning rate follow from seed and step: model, optimiser, scaler are all to resume."""
     device, dtype, _ = pick_device(config)
     autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
-    saved = it if state else -1
     for name in parts if state else ():
         parts[name].load_state_dict(state[name])
     n = config.batch_size * config.grad_accum_steps
@@ -996,7 +999,8 @@ def fit(task, config, folder, state=None, label=''):
               for i in range(0, n // WORLD, config.batch_size)]
     wrapped = torch.compile(model) if config.compile else model
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
-    caught, halt, spoke, wrote, began = [], False, now(), now(), now()
+    caught, halt, saved, task.folder = [], False, it if state else -1, folder
+    spoke = wrote = began = now()
     def catch(signum, _):  # the first one waits for the end of the step, main() forgets this again
         sys.exit(128 + signum) if caught else caught.append(signum)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -1060,23 +1064,25 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with --resume {folder}')
     if caught:
         raise SystemExit(128 + caught[0])
-    return dict({k: v for row in log for k, v in row.items()}, folder=folder, log=log)
+    final = task.finish() if done and hasattr(task, 'finish') else {}
+    return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
 # ------------------------------------ 7. evaluation and pictures ----------------------------------
 
 class Task:
     """Image classification as the harness sees it."""
-    unit, metric, per_row = 'images', 'val_acc', 1
+    unit, per_row, metrics = 'images', 1, ['val_acc', 'test_acc', 'best_test_acc']
 
     def __init__(self, config, resumed=False):
         self.data, self.device = load_images(config), pick_device(config)[0]
         c = replace(config, num_classes=max(config.num_classes, len(self.data.classes)),
                     classes=','.join(name.replace(',', ' ') for name in self.data.classes))
         self.steps_per_epoch = len(self.data.train[1]) / (c.batch_size * c.grad_accum_steps)
-        if c.epochs and not resumed:
+        if c.max_iters is None:
             c = replace(c, max_iters=math.ceil(c.epochs * self.steps_per_epoch))
-        self.config, self.model, self.folder, self.best = c, ViT(c), None, -1.0
+        self.config, self.model, self.stamp = c, ViT(c), self.data.stamp
+        self.folder, self.best = None, -1.0
         if c.init and not resumed:
             load_weights(self.model, c.init)
         self.model.to(self.device)
@@ -1194,7 +1200,7 @@ class Task:
         self.best = max(self.best, accuracy)
         return dict(val_loss=loss, val_acc=accuracy)
 
-    def test_figures(self):
+    def finish(self):
         """Accuracy on the test set, if there is one, of the last and of the best weights. Nothing
         else looks at it, and this only when training is over."""
         device, dtype, _ = pick_device(self.config)
@@ -1283,43 +1289,6 @@ def diagnose(model, images, token=0):
         rows.append(dict(layer=len(rows), **dict(zip(names, means))))
     return rows
 
-def points(rows, x, y):
-    """The (x, y) of the rows that have both."""
-    return [(row[x], row[y]) for row in rows if row.get(y) is not None]
-
-def sparkline(values):
-    """A curve in one line of text."""
-    values = values[::-(-len(values) // 60)]
-    low, high = min(values), max(values)
-    return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
-
-def draw(path, panels, ordered=False):
-    """panels: (title, x label, {line: [(x, y), ...]}), `ordered` lines in shades -> files made."""
-    if RANK:
-        return []
-    try:
-        import matplotlib
-    except ImportError:
-        print(f'no {path.name}: pictures want `pip install matplotlib`')
-        return []
-    matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
-    across, down = min(4, len(panels)), -(-len(panels) // 4)
-    figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
-    for axis in axes.flat[len(panels):]:
-        axis.axis('off')
-    for axis, (title, label, lines) in zip(axes.flat, panels):
-        for i, (name, line) in enumerate(lines.items()):
-            shade = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
-            axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
-        axis.set(title=title, xlabel=label)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return [path.name]
-
 # ------------------------------------ 8. actions ------------------------------------
 
 def start(config, given, resume=None):
@@ -1328,7 +1297,6 @@ def start(config, given, resume=None):
     if state and not state['progress']:
         fail(f'{resume} has weights to predict with, but no run to go on with: name its folder')
     task = Task(config, resumed=bool(state))
-    task.folder = folder
     c, s, data = task.config, task.config.shape, task.data
     device, dtype, why = pick_device(config)
     formula = ATTENTION[c.attention].__doc__.split('  ')[0].rstrip('.')
@@ -1346,17 +1314,6 @@ def start(config, given, resume=None):
         print('note    --randaugment paper moves images by up to 46.7 pixels, as its source does: '
               'of 32-pixel images 23.4 % turn black')
     return task, folder, state
-
-def count(model):
-    return sum(p.numel() for p in model.parameters())
-
-def train(options, config, given):
-    task, folder, state = start(config, given, options['resume'])
-    result = fit(task, task.config, folder, state)
-    if RANK == 0:
-        result.update(task.test_figures())
-        report(task, folder, result)
-    return result
 
 def report(task, folder, result):
     """What came out: losses and accuracies, SET-Adam's steps, and where everything is."""
@@ -1407,14 +1364,93 @@ def predict(options, config, given):
         print(f'{100 * p:5.1f} %  {name}')
     return dict(top=answer, folder=folder)
 
+def inspect_layers(options, config, given):
+    """Train and watch the layers, as Fig. 3 of BF does in the first epoch."""
+    task, folder, _ = start(config, given)
+    if not -1 <= options['token'] < task.model.pos_embed.size(1):
+        fail(f'--token {options["token"]}: wants -1 to {task.model.pos_embed.size(1) - 1}')
+    images, seen, evaluate = task.view(task.val[0][:64]), [], task.evaluate
+    task.evaluate = lambda: (seen.append(diagnose(task.model, images, options['token']))
+                             or evaluate())
+    result = fit(task, task.config, folder)
+    steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
+    rows = [dict(iter=step, **row) for step, layers in zip(steps, seen) for row in layers]
+    write_csv(folder / 'inspect.csv', rows)
+    depth = task.config.shape.depth
+    panels = [(key, 'step', {
+        f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
+        for i in range(depth)}) for key in list(rows[0])[2:]]
+    files = draw(folder / 'inspect.png', panels, ordered=True)
+    print(diagnose.__doc__.split('\n\n')[1].rstrip())
+    table(rows[-depth:])
+    print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
+    return dict(result, rows=rows)
+
+# ------------------------------------ 9. main ------------------------------------
+
+# --- workbench (identical in all four scripts; test_all.py checks)
+def points(rows, x, y):
+    """The (x, y) of the rows that have both."""
+    return [(row[x], row[y]) for row in rows if row.get(y) is not None]
+
+def sparkline(values):
+    """A curve in one line of text."""
+    values = values[::-(-len(values) // 60)]
+    low, high = min(values), max(values)
+    return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
+
+def draw(path, panels, ordered=False):
+    """panels: (title, x label, {line: [(x, y), ...]}), `ordered` lines in shades -> files made."""
+    if RANK:
+        return []
+    try:
+        import matplotlib
+    except ImportError:
+        print(f'no {path.name}: pictures want `pip install matplotlib`')
+        return []
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    across, down = min(4, len(panels)), -(-len(panels) // 4)
+    figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
+    for axis in axes.flat[len(panels):]:
+        axis.axis('off')
+    for axis, (title, label, lines) in zip(axes.flat, panels):
+        for i, (name, line) in enumerate(lines.items()):
+            shade = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
+            axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
+        axis.set(title=title, xlabel=label)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return [path.name]
+
+def count(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+def table(rows):
+    """Print rows, dicts of the same keys."""
+    show = lambda v: f'{v:.3f}' if isinstance(v, float) else f'{v:,}' if isinstance(v, int) else v
+    lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*lines)]
+    for first, *line in lines:
+        print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
+
+def train(options, config, given):
+    task, folder, state = start(config, given, options['resume'])
+    result = fit(task, task.config, folder, state)
+    if RANK == 0:
+        report(task, folder, result)
+    return result
+
 def cases_of(options, config):
-    """{name: Config}: a paper's table, or every combination of --over FIELD=A,B."""
-    cases = dict(TABLES.get(options['table'], {'': {}}))
+    """{name: Config}: every combination of --over FIELD=A,B, or a table, by default the first."""
     if options['table'] and options['over']:
         fail('--table and --over exclude each other')
-    everything = [] if options['table'] else ['attention=' + ','.join(ATTENTION)]
+    cases = {'': {}} if options['over'] else TABLES[options['table'] or next(iter(TABLES))]
     try:
-        for spec in options['over'] or everything:
+        for spec in options['over'] or ():
             field, _, values = spec.partition('=')
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
@@ -1438,64 +1474,53 @@ def compare(options, config, given):
         fail(f'--seeds {options["seeds"]}: {e}')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
-        facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.data.stamp,
-                 torch.__version__, str(pick_device(c)), Path(__file__).read_text('utf-8'),
+        facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
+                 str(pick_device(c)), Path(__file__).read_text('utf-8'),
                  Path(c.init).stat().st_mtime if c.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
         found = (folder / 'ckpt.pt').exists()
         state = load_checkpoint(folder / 'ckpt.pt') if found else None
-        task.folder = folder
         if found:
             print(f'{label}found in {folder}')
         result = fit(task, task.config, folder, state, label)
         if result['iter'] < task.config.max_iters:
             fail('--max-minutes are over; the same command goes on from here')
-        runs.setdefault(name, []).append(
-            dict(result, **task.test_figures(), parameters=count(task.model)))
-    table = tabulate(runs, base, Task.metric)
-    for case, mine in runs.items():
-        for key in ('test_acc', 'best_test_acc') if 'test_acc' in mine[0] else ():
-            values = [r[key] for r in mine]
-            table[case].update({key: statistics.fmean(values), key + '_sd': spread(values)})
-            print(f'{case:24}{key:>13} {table[case][key]:.4f} ± {spread(values):.4f}')
-    write_csv(base / 'compare.csv', list(table.values()))
-    return table
+        runs.setdefault(name, []).append(dict(result, parameters=count(task.model)))
+    return tabulate(runs, base, Task.metrics)
 
-def spread(values):
-    return statistics.stdev(values) if len(values) > 1 else math.nan
-
-def tabulate(runs, base, metric):
+def tabulate(runs, base, metrics):
     """Print a comparison, {case: [result of each seed]}, and write it as csv and png."""
-    table, first = {}, [r[metric] for r in next(iter(runs.values()))]
+    rows, reference = [], next(iter(runs.values()))
+    mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in reference)]
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
-    print(f'\n{"":24}{"parameters":>12}{metric:>19}{"against first row":>20}{"t":>7}{"seconds":>9}')
-    for case, mine in runs.items():
-        values = [r[metric] for r in mine]
-        gaps = [value - reference for value, reference in zip(values, first)]
-        table[case] = row = dict(
-            case=case, seeds=len(mine), parameters=mine[0]['parameters'],
-            mean=statistics.fmean(values), sd=spread(values),
-            difference=statistics.fmean(gaps), difference_sd=spread(gaps),
-            t=statistics.fmean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
-            seconds=statistics.fmean(r['seconds'] for r in mine))
+    for metric, (case, mine) in itertools.product(kept, runs.items()):
+        gaps = [r[metric] - first[metric] for r, first in zip(mine, reference)]
+        rows.append(dict(
+            case=case, metric=metric, seeds=len(mine), parameters=mine[0]['parameters'],
+            mean=mean(r[metric] for r in mine), sd=spread([r[metric] for r in mine]),
+            difference=mean(gaps), difference_sd=spread(gaps),
+            t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
+            seconds=mean(r['seconds'] for r in mine)))
+        if case == next(iter(runs)):
+            print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
+                  f'{"t":>7}{"seconds":>9}')
         print('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-              '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**row))
-    write_csv(base / 'compare.csv', list(table.values()))
-    late = lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]  # past the fall
-    mean = lambda mine, x: [tuple(map(statistics.fmean, zip(*at)))  # over the seeds
-                            for at in zip(*(points(late(r), x, metric) for r in mine))]
-    steps, seconds = ({case: mean(mine, x) for case, mine in runs.items()}
-                      for x in ('iter', 'seconds'))
-    name, reference = next(iter(steps.items()))
-    less = {case: [(x, y - y0) for (x, y), (_, y0) in zip(line, reference)]
+              '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**rows[-1]))
+    write_csv(base / 'compare.csv', rows)
+    metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
+    lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
+                              for at in zip(*(points(late(r), x, metric) for r in mine))]
+                       for case, mine in runs.items()}
+    first, *_ = (steps := lines('iter')).values()
+    less = {case: [(x, y - y0) for (x, y), (_, y0) in zip(line, first)]
             for case, line in steps.items()}
     files = draw(base / 'compare.png', [
-        (metric, 'step', steps), (metric, 'seconds of training', seconds),
-        (f'{metric} less that of {name}', 'step', less)])
-    print(f'{base}: {", ".join(["compare.csv"] + files)}')
-    return table
+        (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),
+        (f'{metric} less that of {rows[0]["case"]}', 'step', less)])
+    print(f'files   {base}: {", ".join(["compare.csv"] + files)}')
+    return {m: {row['case']: row for row in rows if row['metric'] == m} for m in kept}
 
 def bench(options, config, given):
     """Time training step and inference of the cases in turn, so that noise meets all alike."""
@@ -1510,15 +1535,15 @@ def bench(options, config, given):
             loss = task.loss(task.wrapped.train(training), task.one_batch)
         if training:
             loss.backward()
-            task.adam.step()
-            task.adam.zero_grad()
+            task.steps.step()
+            task.steps.zero_grad()
         return loss.item()  # waits for the device
 
     print(f'{device}, {str(dtype)[6:]} ({why}); batch {config.batch_size}, {rounds} rounds')
     for name, c in cases.items():
         cases[name] = task = Task(c)
         task.wrapped = torch.compile(task.model) if c.compile else task.model
-        task.one_batch, task.adam = task.batch(0, range(config.batch_size)), task.optimizer()
+        task.one_batch, task.steps = task.batch(0, range(config.batch_size)), task.optimizer()
         kept = {}  # what the backward pass needs, by the place where it lies
         def keep(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -1528,7 +1553,7 @@ def bench(options, config, given):
         for p in task.model.parameters():
             kept.pop(p.data_ptr(), None)
         rows[name] = {'case': name, 'parameters': count(task.model),
-                      'kept_MB': sum(kept.values()) / 1e6}
+                      'kept_MB': round(sum(kept.values()) / 1e6)}
     for _ in range(rounds + 2):  # two to warm up
         for name, task in cases.items():
             for training in (True, False):
@@ -1539,40 +1564,11 @@ def bench(options, config, given):
         first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
         median = statistics.median(own[2:])
-        rows[name].update({word + '_ms': 1e3 * median, word + '_ratio': ratio,
-                           word + '_iqr': high - low,
-                           f'{word}_{task.unit[:3]}/s': config.batch_size * task.per_row / median})
-    print(''.join(f'{key:>14}' for key in rows[name]))
-    for row in rows.values():
-        print(''.join(f'{v:>14}' if k == 'case' else f'{v:14.3f}' if k[-3:] in ('tio', 'iqr')
-                      else f'{v:14,.0f}' for k, v in row.items()))
+        pace = f'{word}_{task.unit[:3]}/s', round(config.batch_size * task.per_row / median)
+        rows[name].update([(word + '_ms', 1e3 * median), (word + '_ratio', ratio),
+                           (word + '_iqr', high - low), pace])
+    table(list(rows.values()))
     return rows
-
-def inspect_layers(options, config, given):
-    """Train and watch the layers, as Fig. 3 of BF does in the first epoch."""
-    task, folder, _ = start(config, given)
-    if not -1 <= options['token'] < task.model.pos_embed.size(1):
-        fail(f'--token {options["token"]}: wants -1 to {task.model.pos_embed.size(1) - 1}')
-    images, seen, evaluate = task.view(task.val[0][:64]), [], task.evaluate
-    task.evaluate = lambda: (seen.append(diagnose(task.model, images, options['token']))
-                             or evaluate())
-    result = fit(task, task.config, folder)
-    steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
-    rows = [dict(iter=step, **row) for step, layers in zip(steps, seen) for row in layers]
-    write_csv(folder / 'inspect.csv', rows)
-    depth = task.config.shape.depth
-    panels = [(key, 'step', {
-        f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
-        for i in range(depth)}) for key in list(rows[0])[2:]]
-    files = draw(folder / 'inspect.png', panels, ordered=True)
-    print(diagnose.__doc__.split('\n\n')[1].rstrip())
-    print(''.join(f'{key:>12}' for key in rows[0]))
-    for row in rows[-depth:]:
-        print(''.join(f'{v:12.3f}' if isinstance(v, float) else f'{v:12}' for v in row.values()))
-    print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
-    return dict(result, rows=rows)
-
-# ------------------------------------ 9. main ------------------------------------
 
 def number(default, words):
     return dict(type=type(default), default=default, help=f'{words} [{default}]')
@@ -1586,10 +1582,6 @@ ACTIONS = {
     'compare': (compare, {**OVER, '--seeds': dict(default='0,1,2', help='a run each [0,1,2]')},
                 'Train variants on the same batches.'),
     'bench': (bench, {**OVER, '--rounds': number(20, 'measurements')}, 'Time the variants.'),
-    'inspect': (inspect_layers, {'--token': number(0, 'of whom; 0: class token, -1: mean of all')},
-                'Train and watch what the layers do.'),
-    'predict': (predict, {'image': dict(metavar='IMAGE', help='a photo'), **RESUME},
-                'Name what is in a photo.'),
 }
 
 def main(argv=None):
@@ -1600,11 +1592,9 @@ def main(argv=None):
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
     if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
-        print(f'data/{config.data} is not there, so this runs on drawn shapes; the recipe wants '
-              f'`python prepare_data.py {config.data}`')
+        print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
+              f'wants `python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
-    if 'max_iters' in given and 'epochs' not in given:  # over a preset's epochs
-        config = replace(config, epochs=0.0)
     if options['preset']:
         given = {**PRESETS[options['preset']], 'data': config.data, **given}
     torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -1629,6 +1619,14 @@ def main(argv=None):
             signal.signal(signum, handler)
         if WORLD > 1:
             dist.destroy_process_group()
+# --- end of workbench
+
+ACTIONS.update({
+    'inspect': (inspect_layers, {'--token': number(0, 'of whom; 0: class token, -1: mean of all')},
+                'Train and watch what the layers do.'),
+    'predict': (predict, {'image': dict(metavar='IMAGE', help='a photo'), **RESUME},
+                'Name what is in a photo.'),
+})
 
 if __name__ == '__main__':
     main()
