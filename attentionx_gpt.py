@@ -613,7 +613,8 @@ def open_run(config, given, resume=None):
         for key in set(given) - FREE:
             if given[key] != getattr(state['config'], key):
                 fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        return replace(state['config'], **{k: given[k] for k in FREE & {*given}}), path.parent, state
+        free = {key: given[key] for key in FREE & set(given)}
+        return replace(state['config'], **free), path.parent, state
     for n in itertools.count(1):
         with contextlib.suppress(FileExistsError):
             folder = base / (name + f'-{n}' * (n > 1))
@@ -664,8 +665,7 @@ def fit(task, config, folder, state=None, label=''):
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, catch)
     while True:
-        done = it >= config.max_iters
-        due = done or it % config.eval_interval == 0
+        due = (done := it >= config.max_iters) or it % config.eval_interval == 0
         if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
             row = dict(iter=it, seconds=seconds, loss=statistics.fmean(losses) if losses else None)
             if due:
