@@ -27,7 +27,7 @@ of the fused kernel serves them all.
     python belief_vit.py predict cat.png                # what the newest run sees in an image
     python belief_vit.py compare --over attention=softmax,attentionx,belief --seeds 0,1,2
     python belief_vit.py bench                          # what each variant costs
-    python belief_vit.py inspect                        # BeliefFormer's Fig. 3, live
+    python belief_vit.py inspect                        # BeliefFormer's Fig. 3, attention maps
     python belief_vit.py --preset cifar-paper           # ViT-small on CIFAR-10, 400 epochs
     python belief_vit.py compare --preset cifar-paper --table 3    # the papers' tables: 1 and 3
     python belief_vit.py --preset imagenet-paper        # DeiT-small, images growing from 32 to 224
@@ -1257,6 +1257,16 @@ def linear_accuracy(task):
     guess = pixels(held) @ torch.cholesky_solve(x.T @ y, factor)
     return (guess.argmax(1) == answers[:most].cpu()).float().mean().item()
 
+def block_inputs(model, images):
+    """What each block of the model gets when it sees images (B, 3, H, W): X (B, 1 + h w, C)."""
+    inputs = []
+    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in model.blocks]
+    model.features(images)
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
 @torch.no_grad()
 def diagnose(model, images, token=0):
     """What attention does with images (B, 3, H, W): for each layer a dict of means over the images.
@@ -1266,14 +1276,9 @@ def diagnose(model, images, token=0):
     [BF Eq. 11]; after W^o it can be, whatever the paper says. `token` 0 is the class token, the one
     that the paper's figure shows; -1 means all.
     """
-    inputs, rows, c = [], [], model.config
-    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-             for block in model.blocks]
-    model.features(images)
-    for hook in hooks:
-        hook.remove()
+    rows, c = [], model.config
     pick = slice(None) if token < 0 else slice(token, token + 1)
-    for block, x in zip(model.blocks, inputs):
+    for block, x in zip(model.blocks, block_inputs(model, images)):
         q, k, v = block.attn.heads(block.norm1(x))                          # (B, T, nh, hs)
         mh = block.attn.multi_head(q, k, v)
         update = ATTENTION[c.attention](mh, v, block.attn.gamma)
@@ -1288,6 +1293,22 @@ def diagnose(model, images, token=0):
         means = [t[:, pick].float().mean().item() for t in figures]
         rows.append(dict(layer=len(rows), **dict(zip(names, means))))
     return rows
+
+@torch.no_grad()
+def attention_maps(model, images):
+    """Where the class token looks in images (B, 3, H, W) -> (B, layers, h, w), the heads' mean
+    softmax weight on each patch, with 1 for the largest of a map."""
+    s, maps = model.config.shape, []
+    for block, x in zip(model.blocks, block_inputs(model, images)):
+        q, k, _ = (t.transpose(1, 2) for t in block.attn.heads(block.norm1(x)))  # (B, nh, T, hs)
+        scores = torch.einsum('bhd,bhtd->bht', q[:, :, 0], k)               # (B, nh, T)
+        scores = scores if model.config.shifted else scores * s.head_size ** -0.5
+        if s.zero_diag:
+            scores[..., 0] = -math.inf
+        p = scores.softmax(-1).mean(1)[:, 1:]                               # (B, h w)
+        h = images.size(2) // s.patch_size
+        maps.append((p / p.amax(1, keepdim=True)).unflatten(1, (h, -1)))    # (B, h, w)
+    return torch.stack(maps, dim=1)
 
 # ------------------------------------ 8. actions ------------------------------------
 
@@ -1381,9 +1402,16 @@ def inspect_layers(options, config, given):
         f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
         for i in range(depth)}) for key in list(rows[0])[2:]]
     files = draw(folder / 'inspect.png', panels, ordered=True)
+    x = images[:8]                                                          # (8, 3, H, W)
+    looks = F.interpolate(attention_maps(task.model.eval(), x), x.shape[2:])[:, :, None] * 0.8 + 0.2
+    mean, std = (torch.tensor(t, device=x.device).view(3, 1, 1)
+                 for t in (task.data.mean, task.data.std))
+    tiles = torch.cat([torch.ones_like(looks[:, :1]), looks], dim=1) * (x * std + mean)[:, None]
+    write_png(folder / 'attention.png',
+              contact_sheet((255 * tiles.flatten(0, 1)).byte(), depth + 1, 1 + 96 // x.size(3)))
     print(diagnose.__doc__.split('\n\n')[1].rstrip())
     table(rows[-depth:])
-    print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
+    print(f'files   {folder}: {", ".join(["inspect.csv", "attention.png", *files])}')
     return dict(result, rows=rows)
 
 # ------------------------------------ 9. main ------------------------------------

@@ -1638,6 +1638,24 @@ def test_vit_diagnose():
                 cos_mh=F.cosine_similarity(after[1], x, dim=-1)).items():
             assert abs(row[key] - value[:, at].mean().item()) < 1e-6, (key, token)
 
+def test_vit_attention_maps():
+    """The class token's weights, from the whole matrix of scores, of each head."""
+    images = vit_images(3)
+    for name, zero_diag in (('vit-small', True), ('vit-small', False), ('deit-small', False)):
+        net = vit_model(model=name, zero_diag=zero_diag, num_heads=2).double().eval()
+        maps = vit.attention_maps(net, images)
+        for i, (block, x) in enumerate(zip(net.blocks, vit.block_inputs(net, images))):
+            q, k, _ = block.attn.heads(block.norm1(x))
+            mean = 0
+            for head in range(2):
+                scores = q[:, :, head] @ k[:, :, head].mT / (1 if block.attn.config.shifted
+                                                             else q.size(-1) ** 0.5)
+                if zero_diag:
+                    scores[:, torch.arange(5), torch.arange(5)] = -math.inf
+                mean = mean + scores.softmax(-1)[:, 0, 1:] / 2
+            close(maps[:, i].flatten(1), mean / mean.amax(1, keepdim=True), 1e-12)
+        assert maps.shape == (3, len(net.blocks), 2, 2)
+
 def test_vit_bad_flags():
     with folder() as path:
         for words, argv in (
