@@ -2,13 +2,14 @@
 
     python test_all.py                 # all of them
     python test_all.py belief resume   # those with one of these words in their name
+    python test_all.py --soak          # hundreds of kills and full disks instead, some minutes
     pytest test_all.py                 # the same tests, if you have pytest
 
 No network, no files but this repository's, nothing written outside temporary folders.
 """
-import contextlib, csv, dataclasses, functools, gzip, hashlib, http.server, inspect, io, json, lzma
-import math, os, pathlib, re, signal, struct, subprocess, sys, tarfile, tempfile, threading, time
-import traceback, unittest, unittest.mock, zipfile, zlib
+import contextlib, csv, dataclasses, functools, gzip, hashlib, http.server, inspect, io, itertools
+import json, lzma, math, os, pathlib, re, signal, struct, subprocess, sys, tarfile, tempfile
+import threading, time, traceback, unittest, unittest.mock, zipfile, zlib
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # tiny tensors: threads only wait for each other
 import numpy as np
@@ -2233,11 +2234,118 @@ def test_prepare_fineweb():
         assert (d / 'data/fineweb/val.bin').read_bytes() == shard()[1024:]
         assert (d / 'data/fineweb/train.bin').read_bytes() == 2 * shard()[1024:]
 
+# ------------------------------------ soak ------------------------------------
+# Only with --soak. Every process is a fork of this one, which has the scripts imported.
+
+def soak_flags(path):
+    """{script: flags of a run of some seconds that writes a checkpoint every few steps}"""
+    vit_data(path / 'data')
+    return {gpt: tiny(path, '--eval-interval', 5, '--dropout', 0.1),
+            vit: vit_tiny(path, '--eval-interval', 5, '--dropout', 0.1)}
+
+def forked(function, *args):
+    """function(*args) in a process of its own -> its id, where to read its standard error."""
+    out, into = os.pipe()
+    if pid := os.fork():
+        os.close(into)
+        return pid, out
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(into, 2)
+        sys.stdout, sys.stderr = open(1, 'w', closefd=False), open(2, 'w', closefd=False)
+        function(*args)
+        code = 0
+    except SystemExit as e:
+        code = e.code
+    finally:
+        os._exit(code)
+
+def ended(pid, out):
+    """Wait for a forked process -> exit code (a signal's number below zero), standard error."""
+    with open(out, errors='replace') as f:
+        err = f.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), err
+
+def soak_kills(n=50):
+    """n SIGKILLs at random moments of each script's training, --resume auto: as if undisturbed."""
+    rng = np.random.default_rng(0)
+    with folder() as path:
+        for script, flags in soak_flags(path).items():
+            kills, steps = 0, set()
+            for seed in itertools.count():
+                clock = time.time()
+                common = [*map(str, flags), '--max-iters', '800', '--seed', str(seed)]
+                whole, part = (path / f'{script.SCRIPT}-{seed}-{name}' for name in ('a', 'b'))
+                code, err = ended(*forked(script.main, [*common, '--out-dir', str(whole)]))
+                assert code == 0, err
+                seconds, code = time.time() - clock, None
+                while code != 0:
+                    child = forked(script.main, [*common, '--out-dir', str(part), '--resume',
+                                                 'auto'])
+                    if kills < n:
+                        time.sleep(rng.uniform(0, seconds / 2))
+                        os.kill(child[0], signal.SIGKILL)
+                    code, err = ended(*child)
+                    assert code in (0, -signal.SIGKILL) and not err, (code, err)
+                    kills += code != 0
+                    for found in part.rglob('ckpt.pt'):
+                        steps.add(script.load_checkpoint(found)['progress'][0])
+                a, b = (script.load_checkpoint(next(base.rglob('ckpt.pt')))
+                        for base in (whole, part))
+                assert same(a['model'], b['model']) and a['progress'][0] == b['progress'][0] == 800
+                if kills == n:
+                    break
+            print(f'  {script.SCRIPT}: {kills} kills in {seed + 1} runs, {len(steps)} different '
+                  'steps to go on from, final weights equal bit for bit')
+
+def soak_saves(n=200):
+    """n SIGKILLs while checkpoints are being written one after the other: a whole one is there."""
+    def write(path, script):
+        for i in itertools.count():
+            script.save_checkpoint(path, dict(config={}, progress=json.dumps(i), model=dict(
+                w=torch.full((500_000,), float(i)))))
+    with folder() as path:
+        rng, seen = np.random.default_rng(0), set()
+        for i in range(n):
+            pid, out = forked(write, path / 'ckpt.pt', gpt)
+            while not (path / 'ckpt.pt').exists():
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.1))
+            os.kill(pid, signal.SIGKILL)
+            ended(pid, out)
+            state = gpt.load_checkpoint(path / 'ckpt.pt')
+            assert (state['model']['w'] == state['progress']).all()
+            seen.add((path / 'ckpt.tmp').exists())
+        assert len(seen) == 2  # some in the middle of a file, some between two
+        print(f'  {n} kills, no unreadable checkpoint')
+
+def soak_full_disk(n=10):
+    """Files may grow to n different sizes and no further: one line, exit 2, the old run intact."""
+    import resource
+    def limited(script, flags, size):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        script.main(flags)
+    with folder() as path:
+        for script, flags in soak_flags(path).items():
+            flags = [str(f) for f in (*flags, '--max-iters', 10)]
+            assert ended(*forked(script.main, flags))[0] == 0
+            checkpoint = next((path / 'out' / script.SCRIPT).rglob('ckpt.pt'))
+            for limit in np.linspace(0, checkpoint.stat().st_size - 1, n).astype(int):
+                code, err = ended(*forked(limited, script, [
+                    *flags, '--resume', '--max-iters', '20'], int(limit)))
+                assert code == 2 and err.count('\n') == 1 and 'Traceback' not in err, (limit, err)
+                assert script.load_checkpoint(checkpoint)['progress'][0] == 10
+            print(f'  {script.SCRIPT}: {n} limits, {n} refusals in one line, old checkpoint intact')
+
 # ------------------------------------ runner ------------------------------------
 
 def main(words):
-    tests = [(name, f) for name, f in list(globals().items()) if name.startswith('test_')
-             and (not words or any(word in name for word in words))]
+    kind = 'soak_' if '--soak' in words else 'test_'
+    words = [word for word in words if word != '--soak']
+    tests = [(name, f) for name, f in list(globals().items()) if name.startswith(kind)
+             and name != 'soak_flags' and (not words or any(word in name for word in words))]
     counts = dict.fromkeys(('passed', 'failed', 'skipped'), 0)
     for name, f in tests:
         clock, why = time.time(), ''
