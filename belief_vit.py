@@ -1402,13 +1402,13 @@ def inspect_layers(options, config, given):
         f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
         for i in range(depth)}) for key in list(rows[0])[2:]]
     files = draw(folder / 'inspect.png', panels, ordered=True)
-    x = images[:8]                                                          # (8, 3, H, W)
-    looks = F.interpolate(attention_maps(task.model.eval(), x), x.shape[2:])[:, :, None] * 0.8 + 0.2
-    mean, std = (torch.tensor(t, device=x.device).view(3, 1, 1)
-                 for t in (task.data.mean, task.data.std))
-    tiles = torch.cat([torch.ones_like(looks[:, :1]), looks], dim=1) * (x * std + mean)[:, None]
+    x, mean, std = images[:8], *(torch.tensor(t, device=images.device).view(3, 1, 1)
+                                 for t in (task.data.mean, task.data.std))
+    looks = F.interpolate(attention_maps(task.model.eval(), x), x.shape[2:])  # (8, layers, H, W)
+    tiles = F.pad(looks, (0, 0, 0, 0, 1, 0), value=1.0).transpose(0, 1)[:, :, None]
+    tiles = (0.2 + 0.8 * tiles) * (x * std + mean)                # (1 + layers, 8, 3, H, W)
     write_png(folder / 'attention.png',
-              contact_sheet((255 * tiles.flatten(0, 1)).byte(), depth + 1, 1 + 96 // x.size(3)))
+              contact_sheet((255 * tiles.flatten(0, 1)).byte(), len(x), 1 + 96 // x.size(3)))
     print(diagnose.__doc__.split('\n\n')[1].rstrip())
     table(rows[-depth:])
     print(f'files   {folder}: {", ".join(["inspect.csv", "attention.png", *files])}')
