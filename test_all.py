@@ -2234,6 +2234,151 @@ def test_prepare_fineweb():
         assert (d / 'data/fineweb/val.bin').read_bytes() == shard()[1024:]
         assert (d / 'data/fineweb/train.bin').read_bytes() == 2 * shard()[1024:]
 
+def test_prepare_imagenette():
+    def photo(split, label, file, data=b'photo'):
+        return f'imagenette2-160/{split}/{label}/{file}', data
+
+    with tempfile.TemporaryDirectory() as d:
+        d = pathlib.Path(d)
+        labels = prepare_data.IMAGENETTE
+        members = [photo(split, label, f'{split}_{i}.JPEG', f'{split} {label} {i}'.encode())
+                   for split, n in (('train', 3), ('val', 2)) for label in labels for i in range(n)]
+        evil = [('../evil.JPEG', b'x'), photo('x/train', 'n01440764', 'evil.JPEG'),
+                ('x/' + photo('train', 'n01440764', 'x.JPEG')[0], b'x'), ('/etc/evil', b'x'),
+                photo('train', '..', 'evil.JPEG'),
+                photo('train', 'n01440764', '../../../../evil.JPEG'), ('a.csv', b''),
+                photo('train', 'n99999999', 'x.JPEG'), photo('test', 'n01440764', 'x.JPEG'),
+                photo('train', 'n01440764', 'link.JPEG', None), photo('val', 'n01440764', 'x.pkl')]
+        whole = gzip.compress(tar_of(evil + members))
+        run = 'imagenette', '--data-dir', d / 'data'
+        (d / 'i.tgz').write_bytes(whole)
+        refused('where 99,003,388', *run, '--from', d / 'i.tgz')
+        with serving(whole, cuts=1) as (url, log), unittest.mock.patch.dict(
+                prepare_data.DATASETS['imagenette'], files=[
+                    ([url + 'i.tgz'], len(whole), 'md5:' + hashlib.md5(whole).hexdigest())]):
+            meta, _ = prepare(*run)
+            assert meta['images'] == {'train': 30, 'val': 20} and len(log) == 2, (meta, log)
+            with unittest.mock.patch.object(prepare_data, 'photos', None):
+                assert prepare(*run)[0] == meta  # nothing left to do
+        root = d / 'data' / 'imagenette'
+        assert {p.name for p in root.iterdir()} == {'train', 'val', 'meta.json', 'download'}
+        found = {'/'.join(p.parts): data for p, data in tree(root).items() if p.suffix == '.JPEG'}
+        assert found == {f'{split}/{name}/{split}_{i}.JPEG': f'{split} {label} {i}'.encode()
+                         for split, n in (('train', 3), ('val', 2)) for label, name in
+                         labels.items() for i in range(n)}
+        images, test, names, _ = vit.load_folders(root)  # what belief_vit.py --data makes of it
+        assert names == sorted(labels.values()) and len(images[1]) == 30 and len(test[1]) == 20
+        before = tree(d / 'data')
+        for bad in (b'', b'<html>', whole[:-3], whole[:-20], whole[:99],
+                    gzip.compress(tar_of(members[:-2]))):
+            (d / 'i.tgz').write_bytes(bad)
+            refused('i.tgz', *run, '--from', d / 'i.tgz', '--no-verify')
+        assert tree(d / 'data') == before
+        (d / 'i.tgz').write_bytes(gzip.compress(tar_of(members[1:])))  # a new one takes its place
+        assert prepare(*run, '--from', d / 'i.tgz', '--no-verify')[0]['images']['train'] == 29
+        assert not (root / 'train' / 'tench' / 'train_0.JPEG').exists()
+        (d / 'j.tgz').write_bytes(gzip.compress(tar_of([
+            (name.replace('-160', '-320'), data) for name, data in members])))
+        refused('i.tgz', 'imagenette-320', *run[1:], '--from', d / 'i.tgz', '--no-verify')
+        assert prepare('imagenette-320', *run[1:], '--from', d / 'j.tgz', '--no-verify')[1] is None
+        assert {p.name for p in d.iterdir()} == {'data', 'i.tgz', 'j.tgz'}
+
+def test_prepare_coco():
+    with tempfile.TemporaryDirectory() as d:
+        d = pathlib.Path(d)
+        names = {split: [f'{split}/{i:012d}.jpg' for i in range(n)]
+                 for split, n in (('val2017', 3), ('train2017', 4))}
+        with zipfile.ZipFile(d / 'annotations_trainval2017.zip', 'w') as z:
+            for split in names:
+                z.writestr(f'annotations/instances_{split}.json', json.dumps(split))
+                z.writestr(f'annotations/captions_{split}.json', 'x' * 999)
+        for split, photos in names.items():
+            with zipfile.ZipFile(d / f'{split}.zip', 'w') as z:
+                for name in ('../evil.jpg', f'{split}/../000000000001.jpg', '/evil.jpg',
+                             f'{split}/x.jpg', 'test2017/000000000001.jpg', f'{split}/',
+                             f'x/{split}/000000000009.jpg'):
+                    z.writestr(name, 'evil')
+                for name in photos:
+                    z.writestr(name, name)
+        run = 'coco', '--data-dir', d / 'data', '--from', d
+        root = d / 'data' / 'coco'
+        refused('where 252,907,541', *run)
+        refused('name the folder', *run[:-1], d / 'val2017.zip', '--no-verify')
+        refused('--split', *run, '--split', 'test')
+        refused('--split train', 'cifar10', '--split', 'train')
+        for flags, splits in ((), ['val2017']), (('--split', 'train'), ['val2017', 'train2017']):
+            meta, why = prepare(*run, '--no-verify', *flags)
+            assert meta['images'] == {split: len(names[split]) for split in splits}, (meta, why)
+            found = {'/'.join(p.parts): data.decode() for p, data in tree(root).items()}
+            del found['meta.json']
+            assert found == {
+                **{name: name for split in splits for name in names[split]},
+                **{f'annotations/instances_{split}.json': f'"{split}"' for split in splits}}, found
+            with unittest.mock.patch.object(prepare_data, 'photos', None):
+                assert prepare(*run, '--no-verify', *flags)[0] == meta
+        before = tree(d / 'data')
+        with zipfile.ZipFile(d / 'empty.zip', 'w'):
+            pass
+        whole, empty = (d / 'val2017.zip').read_bytes(), (d / 'empty.zip').read_bytes()
+        flip = whole.replace(b'val2017/000000000002.jpgval', b'val2017/000000000002.jpgvil')
+        assert flip != whole
+        for says, bad in (('beside it', b''), ('beside it', whole[:-30]), ('beside it', b'<html>'),
+                          ('CRC', flip), ('no photo of val2017', empty)):
+            (d / 'val2017.zip').write_bytes(bad)
+            refused(says, *run, '--no-verify')
+        (d / 'val2017.zip').write_bytes(whole)
+        boxes = (d / 'annotations_trainval2017.zip').read_bytes()
+        (d / 'annotations_trainval2017.zip').write_bytes(empty)
+        refused('or one beside it', *run, '--no-verify')
+        assert tree(d / 'data') == before
+        with contextlib.ExitStack() as stack:  # the same from a server for each archive
+            files = []
+            for name, data in ('annotations_trainval2017.zip', boxes), ('val2017.zip', whole):
+                url, _ = stack.enter_context(serving(data, cuts=1))
+                files.append(([url + name], len(data), 'md5:' + hashlib.md5(data).hexdigest()))
+            stack.enter_context(unittest.mock.patch.dict(
+                prepare_data.DATASETS['coco'], files=files))
+            assert prepare('coco', '--data-dir', d / 'new')[0]['images'] == {'val2017': 3}
+        assert {p.name for p in (d / 'new' / 'coco').iterdir()} == {
+            'val2017', 'annotations', 'meta.json', 'download'}
+
+def test_prepare_weights():
+    with tempfile.TemporaryDirectory() as d:
+        d, body = pathlib.Path(d), np.random.default_rng(0).bytes(100_000)
+        digest, data = hashlib.sha256(body).hexdigest(), ('--data-dir', d / 'data')
+        (d / 'w').write_bytes(body)
+        for name, file in (('detr-r50', 'detr-r50.pth'), ('resnet50', 'resnet50.pth'),
+                           ('gpt2', 'gpt2/model.safetensors')):
+            refused('sha256' if name == 'detr-r50' else 'bytes where', name, '--from', d / 'w',
+                    *data)
+            refused('leave the flag', name, '--tokenizer', 'gpt2', *data)
+            refused('leave the flag', name, '--name', 'mine', *data)
+            path = d / 'data' / 'weights' / file
+            assert not path.exists()
+            with serving(body, cuts=1, lie=body[:-1] + b'?') as (url, log):
+                files = lambda at: unittest.mock.patch.dict(
+                    prepare_data.DATASETS[name], files=[([at], None, 'sha256:' + digest[:8])])
+                with files(url + 'lie'):
+                    refused(digest[:8], name, *data)
+                    assert not path.exists()
+                with files(url + file):
+                    meta, why = prepare(name, *data)
+                    assert why is None and path.read_bytes() == body, why
+                    requests = len(log)
+                    assert prepare(name, *data)[0] == meta and len(log) == requests
+                    assert prepare('--list', *data)[0][name] == {'file': str(path)}
+                    path.write_bytes(b'broken')
+                    assert prepare(name, *data)[1] is None and path.read_bytes() == body
+            (d / 'w').write_bytes(b'mine')
+            meta, _ = prepare(name, '--from', d / 'w', '--no-verify', *data)
+            assert path.read_bytes() == b'mine' and 'unverified' in meta['source']
+            (d / 'w').write_bytes(body)
+        assert len(tree(d / 'data')) == 3
+        # nothing but the file's bytes was looked at: a pickle that would run something stays one
+        (d / 'w').write_bytes(b"cos\nsystem\n(S'touch " + str(d / 'evil').encode() + b"'\ntR.")
+        assert prepare('detr-r50', '--from', d / 'w', '--no-verify', *data)[1] is None
+        assert not (d / 'evil').exists()
+
 # ------------------------------------ soak ------------------------------------
 # Only with --soak. Every process is a fork of this one, which has the scripts imported.
 
