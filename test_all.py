@@ -9,7 +9,7 @@ No network, no files but this repository's, nothing written outside temporary fo
 """
 import contextlib, csv, dataclasses, functools, gzip, hashlib, http.server, inspect, io, itertools
 import json, lzma, math, os, pathlib, re, signal, struct, subprocess, sys, tarfile, tempfile
-import threading, time, traceback, unittest, unittest.mock, zipfile, zlib
+import threading, time, traceback, types, unittest, unittest.mock, zipfile, zlib
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # tiny tensors: threads only wait for each other
 import numpy as np
@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import admm_detr as detr
 import attentionx_gpt as gpt
 import belief_vit as vit
+import mask_distill as mask
 import prepare_data
 
 torch.set_num_threads(1)
@@ -1931,6 +1933,1877 @@ def test_augment_cuda():
         assert all(torch.allclose(a, b.cpu(), atol=1e-3) for a, b in zip(here, there))
         here = vit.erase(x, np.random.default_rng(seed))
         assert torch.equal(here, vit.erase(x.cuda(), np.random.default_rng(seed)).cpu())
+
+# ------------------------------------ admm_detr.py ------------------------------------
+
+SOLVING = ['l2', 'admm', 'admm-vanilla']
+
+def detr_config(**settings):
+    small = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
+                 num_queries=5, num_classes=3, stride=16, image_size=32)
+    return detr.Config(**{**small, **settings})
+
+def detr_tiny(path, *more):
+    """Flags of a run that takes a second."""
+    return ['--preset', 'tiny', '--hidden-dim', 16, '--nheads', 2, '--enc-layers', 1,
+            '--dec-layers', 2, '--dim-feedforward', 24, '--num-queries', 5, '--stride', 16,
+            '--image-size', 32, '--iterations', 5, '--batch-size', 4, '--max-iters', 6,
+            '--eval-interval', 3, '--eval-iters', 2, '--log-interval', 1, '--warmup-iters', 2,
+            '--device', 'cpu', '--out-dir', path / 'out', *more]
+
+def detr_tokens(kind, *sizes, d=32, nh=2, seed=0, dtype=torch.float64):
+    """Layer-normed tokens of nh d channels, independent or of rank 8 with noise, by heads."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+    x = draw(sum(sizes), nh * d)
+    if kind == 'correlated':
+        x = draw(sum(sizes), 8) @ draw(8, nh * d) + 0.3 * x
+    x = F.layer_norm(x, (nh * d,)).view(-1, nh, d).transpose(0, 1)[None]    # (1, nh, N, d)
+    return [t.to(dtype) for t in x.split(sizes, 2)]
+
+def shooting(q, k, penalty, skip=None, sweeps=3000):
+    """The Lasso one coordinate at a time, each by its own formula; numpy, one query."""
+    N, x = len(k), np.zeros(len(k))
+    for _ in range(sweeps):
+        change = 0.0
+        for j in range(N):
+            if j == skip or not k[j].any():
+                continue
+            rest = k[j] @ (q - x @ k + x[j] * k[j])
+            new = np.sign(rest) * max(abs(rest) - penalty / 2, 0) / (k[j] @ k[j])
+            change, x[j] = max(change, abs(new - x[j])), new
+        if change < 1e-14:
+            return x
+    raise AssertionError('the reference has not converged')
+
+def proximal_gradient(q, k, penalty, steps=20000):
+    """The Lasso by accelerated proximal gradient descent with restarts, until it moves no more."""
+    rate = 0.5 / torch.linalg.eigvalsh(k @ k.mT)[..., -1, None, None]
+    x = y = torch.zeros(*q.shape[:-1], k.size(-2), dtype=q.dtype)
+    t = torch.ones(*q.shape[:-1], 1, dtype=q.dtype)
+    for _ in range(steps):
+        step = y - 2 * rate * (y @ k - q) @ k.mT
+        new = step.sign() * (step.abs() - rate * penalty).clamp_min(0)
+        uphill = ((y - new) * (new - x)).sum(-1, keepdim=True) > 0
+        t = torch.where(uphill, 1.0, t)
+        following = (1 + (1 + 4 * t ** 2).sqrt()) / 2
+        y, moved = new + (t - 1) / following * (new - x), (new - x).abs().max()
+        x, t = new, following
+        if moved < 1e-13:
+            break
+    return x
+
+def test_detr_lasso_reference():
+    """Against coordinate descent, with and without x_ii = 0, on tokens more and fewer than d."""
+    for own, N in itertools.product((False, True), (3, 9)):
+        q, k = detr_tokens('iid', 4, N, d=5)
+        q = k if own else q
+        penalty, _ = detr.scales(q, k, 0.1, 0.2, own)
+        products = [[abs(float(q[0, h, i] @ k[0, h, j])) for j in range(N) if not own or i != j]
+                    for h in range(2) for i in range(q.size(2))]
+        close(penalty.flatten(), torch.tensor([0.2 * max(p) for p in products]).double(), 1e-7)
+        x = detr.lasso(q, k, own, 0.1, 0.2, iterations=20000)
+        for h, i in itertools.product(range(2), range(q.size(2))):
+            want = shooting(q[0, h, i].numpy(), k[0, h].numpy(), float(penalty[0, h, i]),
+                            skip=i if own else None)
+            close(x[0, h, i], torch.from_numpy(want), 1e-9)
+            assert not own or x[0, h, i, i] == 0
+        assert 0 < (x != 0).float().mean() < 0.9  # sparse, and not nothing
+
+def test_detr_default_iterations():
+    """At the default settings the objective is within 1 % of the best (3 % if tokens correlate),
+    and run long the coefficients are the best ones."""
+    c = detr.Config()
+    for kind, most in (('iid', 1e-2), ('correlated', 3e-2)):
+        q, k = detr_tokens(kind, 30, 100)
+        penalty, _ = detr.scales(q, k, c.sparsity, c.rho)
+        best = proximal_gradient(q, k, penalty)
+        f = lambda x: detr.objective(x, q, k, penalty)
+        gap = f(detr.lasso(q, k, False, c.sparsity, c.rho, c.iterations, c.relax)) / f(best) - 1
+        assert -1e-10 < gap.min() and gap.mean() < most, (kind, gap.mean())
+        close(detr.lasso(q, k, False, c.sparsity, c.rho, 6000, c.relax), best, 1e-6)
+        half = detr.lasso(q, k, False, c.sparsity, c.rho, c.iterations // 3, c.relax)
+        plain = detr.lasso(q, k, False, c.sparsity, c.rho, c.iterations, 1.0)
+        assert gap.mean() < (f(half) / f(best) - 1).mean() / 4
+        assert gap.mean() < (f(plain) / f(best) - 1).mean() / 1.5  # over-relaxation pays
+
+def test_detr_lasso_sklearn():
+    try:
+        from sklearn.linear_model import Lasso
+    except ImportError:
+        raise unittest.SkipTest('scikit-learn is not installed')
+    q, k = detr_tokens('correlated', 4, 100)
+    penalty, _ = detr.scales(q, k, 0.1, 0.2)
+    x = detr.lasso(q, k, False, 0.1, 0.2, 6000)
+    for h, i in itertools.product(range(2), range(4)):
+        alpha = float(penalty[0, h, i]) / (2 * 32)
+        lasso = Lasso(alpha=alpha, fit_intercept=False, tol=1e-14, max_iter=10 ** 6)
+        close(x[0, h, i], torch.from_numpy(lasso.fit(k[0, h].T, q[0, h, i]).coef_), 1e-6)
+
+def test_detr_vanilla_is_the_same():
+    for kind, own in itertools.product(('iid', 'correlated'), (False, True)):
+        q, k = detr_tokens(kind, 20, 50)
+        q = k if own else q
+        x = detr.lasso(q, k, own)
+        close(x, detr.lasso(q, k, own, vanilla=True), 1e-10)
+        assert x.abs().max() > 1e-3
+        q, k = q.float(), k.float()
+        close(detr.lasso(q, k, own), detr.lasso(q, k, own, vanilla=True), 1e-4)
+
+def test_detr_relaxation_and_scale():
+    """Any relaxation and rho lead to the same x; lengths of q and k only scale it."""
+    q, k = detr_tokens('iid', 5, 12, d=6)
+    x = detr.lasso(q, k, iterations=20000)
+    for relax, rho in ((1.0, 0.2), (1.8, 0.2), (1.6, 2.0)):
+        close(detr.lasso(q, k, rho=rho, relax=relax, iterations=20000), x, 1e-8)
+    close(detr.lasso(7 * q, 3 * k), 7 / 3 * detr.lasso(q, k), 1e-12)
+    one, _ = detr.scales(q, k, 1.0, 0.2)
+    assert not detr.lasso(q, k, sparsity=1.0, iterations=3000).abs().max() > 1e-9
+    assert (one / 2 - (q @ k.mT).abs().amax(-1, keepdim=True)).abs().max() < 1e-12
+
+def test_detr_gradcheck():
+    q, k = (t.requires_grad_() for t in detr_tokens('iid', 3, 5, d=4))
+    c = detr_config(iterations=6)
+    for name, own in itertools.product(SOLVING, (False, True)):
+        attend = detr.ATTENTION[name]
+        if own:
+            f = lambda k: attend(k, k, None, True, c)
+            assert torch.autograd.gradcheck(f, [k], atol=1e-6)
+        else:
+            f = lambda q, k: attend(q, k, None, False, c)
+            assert torch.autograd.gradcheck(f, [q, k], atol=1e-6)
+        assert torch.autograd.gradcheck(lambda k: detr.lasso(q, k, iterations=4), [k], atol=1e-6)
+
+def test_detr_degenerate_tokens():
+    """Rank-deficient, repeated and zero tokens, zero queries: finite, with finite gradients."""
+    q, k = detr_tokens('iid', 6, 10, d=8, dtype=torch.float32)
+    cases = dict(rank=k[..., :1] * torch.ones(8), repeated=k[:, :, :1].expand_as(k),
+                 zero=0 * k, frame=torch.eye(8).repeat(1, 2, 2, 1) * 3, huge=k * 1e4,
+                 minute=k * 1e-6)
+    for (name, tokens), attention, zero in itertools.product(cases.items(), SOLVING, (0, 1)):
+        for c in (detr_config(), detr_config(power=0)):
+            a, b = (t.clone().requires_grad_() for t in (q * zero, tokens))
+            x = detr.ATTENTION[attention](a, b, None, False, c)
+            x.square().sum().backward()
+            assert all(t.isfinite().all() for t in (x, a.grad, b.grad)), (name, attention)
+            if name == 'zero' or not zero:
+                assert not x.any() and not a.grad.isnan().any()
+    equal = detr.lasso(q, cases['repeated'], iterations=500)
+    close(equal, equal.mean(-1, keepdim=True).expand_as(equal), 1e-5)
+
+def test_detr_padding():
+    """Tokens that are padding get nothing, and change nothing, in every attention."""
+    q, k, hidden = detr_tokens('iid', 6, 10, 4, d=8)
+    every = torch.cat([k, 50 * hidden], 2)
+    padding = torch.arange(14)[None] >= 10
+    for name, attend in detr.ATTENTION.items():
+        c = detr_config(iterations=400)
+        x = attend(q, every, padding, False, c)
+        assert not x[..., 10:].any(), name
+        close(x[..., :10], attend(q, k, None, False, c), 1e-10)
+        module = detr.MultiheadAttention(detr_config(), name).double().eval()
+        for p in module.parameters():
+            torch.nn.init.uniform_(p, -0.5, 0.5)
+        flat = lambda t: t.transpose(1, 2).flatten(2)
+        close(module(flat(q), flat(every), flat(every), padding),
+              module(flat(q), flat(k), flat(k)), 1e-12)
+
+def test_detr_half_precision():
+    """float16 tokens, whose squares overflow, and autocast: solved in float32."""
+    q, k = detr_tokens('iid', 6, 40, d=8, dtype=torch.float32)
+    for name in SOLVING:
+        module = detr.MultiheadAttention(detr_config(), name)
+        flat = [t.transpose(1, 2).flatten(2) for t in (q, k, k)]
+        want = module(*flat)
+        big = [400 * t for t in flat]
+        got = module(*(t.half() for t in big))
+        assert got.dtype == torch.float32 and got.isfinite().all()
+        close(got / 400, want, 0.05)
+        with torch.autocast('cpu', torch.bfloat16):
+            close(module(*flat), want, 1e-6)
+
+def test_detr_sharpen():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64)
+    for power in (1, 3, 5):
+        want = [[math.copysign(abs(v) ** power, v) for v in row] for row in x.view(-1, 5).tolist()]
+        want = torch.tensor([[v / sum(map(abs, row)) for v in row] for row in want], dtype=x.dtype)
+        close(detr.sharpen(x, power).view(-1, 5), want, 1e-12)
+    assert detr.sharpen(x, 0) is x
+    assert torch.autograd.gradcheck(detr.sharpen, [x[0].requires_grad_()])
+    for size in (0.0, 1e-30, 1e-9, 1e-4, 1e30):  # the printed formula is NaN for half of these
+        x = torch.full((1, 4), size, requires_grad=True)
+        y = detr.sharpen(x)
+        y.square().sum().backward()
+        assert y.isfinite().all() and x.grad.isfinite().all()
+        assert y.sum() == 0 if size < 1e-9 else size < 1e-6 or abs(y.sum() - 1) < 1e-6
+
+def test_detr_l2():
+    """Ridge regression as least squares with more rows; with `own`, without the query's token."""
+    q, k = detr_tokens('iid', 5, 9, d=6)
+    c = detr_config(power=0)
+    for own in (False, True):
+        q = k if own else q
+        x = detr.l2(q, k, None, own, c)
+        for h, i in itertools.product(range(2), range(q.size(2))):
+            rho = c.rho * float(k[0, h].square().sum()) / 6
+            left = [j for j in range(9) if not own or j != i]
+            A = np.concatenate([k[0, h, left].numpy().T, math.sqrt(rho) * np.eye(len(left))])
+            b = np.concatenate([q[0, h, i].numpy(), np.zeros(len(left))])
+            close(x[0, h, i, left], torch.from_numpy(np.linalg.lstsq(A, b, rcond=None)[0]), 1e-10)
+            assert not own or x[0, h, i, i] == 0
+
+def test_detr_reconstruction_returns_the_query():
+    """Solving and mixing over the same tokens hands the query back: least squares all of it, the
+    Lasso nearly; the fifth power, or mixing other tokens, is what makes it attention."""
+    q, k, v = detr_tokens('iid', 20, 300, 300)
+    cosine = lambda name, values, **c: F.cosine_similarity(
+        detr.ATTENTION[name](q, k, None, False, detr_config(iterations=100, **c)) @ values,
+        q, dim=-1).mean()
+    assert cosine('l2', k, power=0, rho=1e-3) > 0.9999
+    assert cosine('admm', k, power=0) > 0.98
+    assert cosine('admm', k) < 0.9 and cosine('admm', v, power=0).abs() < 0.2
+
+def test_detr_printed_equations_fail():
+    """(3): its state grows; where it does not, it is ridge regression and knows no lambda. (4) is
+    not (3). The textbook's iteration, on the same tokens, is within 1 % of the best."""
+    q, k = detr_tokens('iid', 10, 100)
+    penalty, rho = detr.scales(q, k, 0.1, 0.2)
+    f = lambda x: detr.objective(x, q, k, penalty).mean()
+    best = f(proximal_gradient(q, k, penalty))
+    assert f(detr.lasso(q, k, False, 0.1, 0.2)) < 1.01 * best
+    for vanilla in (True, False):
+        x = detr.printed(q, k, False, 0.1, 0.2, 15, vanilla, tokens=0)
+        assert x.abs().max() == 1 and f(x) > 100 * best  # at the clamp, and far away
+    first = [detr.printed(q, k, False, s, 0.2, 1, vanilla=True, tokens=0) for s in (0.1, 1.0)]
+    close(first[0], first[1], 0)
+    close(first[0], q @ detr.ridge(k, rho), 1e-12)
+    other = detr.printed(q, k, False, 0.1, 0.2, 1, tokens=0, sigma=0.0)
+    assert F.cosine_similarity(first[0], other, dim=-1).mean() < 0.99 or \
+        abs(other.norm() / first[0].norm() - 1) > 0.5
+    for s in (0.0, 0.3, 1.0, 30.0):  # eigenvalues of V V^T: (3) doubles some error in each step
+        a = 1 / (s + 1)
+        state = np.array([[a, -a, 0], [1, 0, -1], [a - 1, -a, 2]])
+        assert max(abs(np.linalg.eigvals(state))) >= 2 - 1e-9
+    states = []
+    for n in (5, 10, 15):  # unclamped, as the equations are
+        with unittest.mock.patch.object(torch.Tensor, 'clamp', lambda x, a=None, b=None: (
+                x if isinstance(a, int) else torch.minimum(torch.maximum(x, a), b))):
+            states.append(detr.printed(q, k, iterations=n, vanilla=True, tokens=0).abs().max())
+    assert states[1] > 10 * states[0] and states[2] > 10 * states[1]
+
+def test_detr_printed_reference():
+    """Equations (3) and (4) with numpy, one query at a time."""
+    q, k = detr_tokens('iid', 4, 9, d=5)
+    for own, vanilla in itertools.product((False, True), (True, False)):
+        a = k if own else q
+        penalty, rho = detr.scales(a, k, 0.1, 0.2, own)
+        got = detr.printed(a, k, own, 0.1, 0.2, 4, vanilla, tokens=0, sigma=0.0)
+        for h, i in itertools.product(range(2), range(a.size(2))):
+            V, r, t = k[0, h].numpy(), float(rho[0, h]), float(penalty[0, h, i] / rho[0, h])
+            D, X = np.linalg.eigh(V.T @ V)
+            Y = V @ X / np.sqrt(D)
+            inverse = Y @ np.diag(1 / (np.sqrt(D) + r)) @ Y.T
+            inverse = np.linalg.inv(V @ V.T + r * np.eye(9)) if vanilla else inverse
+            x = z = mu = np.zeros(9)
+            for _ in range(4):
+                new = inverse @ (V @ a[0, h, i].numpy() + r * (x - z))
+                new[i] = 0 if own else new[i]
+                new = new.clip(-1, 1)
+                z = np.sign(x - mu) * (abs(x - mu) - t).clip(0)
+                x, mu = new, mu + new - z
+            close(got[0, h, i], torch.from_numpy(x), 1e-9)
+    many = detr.printed(q, k, tokens=6)  # random tokens come last, and are the same every time
+    assert many.shape == (1, 2, 4, 15) and many[..., 9:].any()
+
+def test_detr_printed_runs():
+    with folder() as path:
+        for cross in ('admm', 'admm-vanilla'):
+            code, out, _, result = run(*detr_tiny(path, '--updates', 'printed', '--cross-attention',
+                                                  cross, '--self-attention', 'admm'), script=detr)
+            assert code == 0 and 'warning --updates printed' in out
+            assert math.isfinite(result['val_loss']) and 'printed' in result['folder'].name
+        refuse(['--iterations 21', 'printed'], '--updates', 'printed', '--iterations', 21,
+               script=detr)
+
+def test_detr_faster_than_vanilla():
+    q, k = detr_tokens('iid', 100, 850, dtype=torch.float32)
+    times = {}
+    for vanilla in (False, True):
+        for _ in range(2):
+            a, b = (t.clone().requires_grad_() for t in (q, k))
+            clock = time.process_time()
+            detr.lasso(a, b, iterations=10, vanilla=vanilla).square().sum().backward()
+            times[vanilla] = min(times.get(vanilla, 9e9), time.process_time() - clock)
+    assert times[True] > 4 * times[False], times
+
+def test_detr_recompute():
+    """Forgetting the iterations: the same gradients, and memory that does not grow with them."""
+    x = torch.randn(2, 30, 16, generator=torch.Generator().manual_seed(0))
+    kept, grads = {}, {}
+    for recompute, n in itertools.product((True, False), (5, 40)):
+        module = detr.MultiheadAttention(detr_config(recompute=recompute, iterations=n), 'admm',
+                                         own=True)
+        q = x.clone().requires_grad_()
+        kept[recompute, n], y = detr.kept_bytes(lambda: module(q, q, q))
+        y.square().sum().backward()
+        grads[recompute, n] = q.grad
+    assert kept[True, 5] == kept[True, 40] < kept[False, 5] < kept[False, 40] / 4
+    close(grads[True, 40], grads[False, 40], 1e-6)
+    for recompute in (True, False):  # the jitter must be the same when it is drawn again
+        module = detr.MultiheadAttention(detr_config(recompute=recompute, iterations=3,
+                                                     updates='printed'), 'admm')
+        torch.manual_seed(0)
+        q = x.clone().requires_grad_()
+        with unittest.mock.patch.object(detr.printed, '__defaults__', (
+                *detr.printed.__defaults__[:-1], 1.0)):
+            module(q, q, q).square().sum().backward()
+        grads[recompute] = q.grad
+    close(grads[True], grads[False], 1e-6)
+
+def test_detr_fused_softmax():
+    """The kernel that layers use is the coefficients times the values."""
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    padding = torch.arange(7).expand(2, 7) >= torch.tensor([[5], [7]])
+    for name in ('softmax', 'no-weights'):
+        module = detr.MultiheadAttention(detr_config(), name)
+        for p in module.parameters():
+            torch.nn.init.uniform_(p, -0.5, 0.5)
+        weight, y = module.coefficients(*module.heads(x, x, x), padding)
+        close(weight.sum(-1), torch.ones(2, 2, 7), 1e-6)
+        close(module(x, x, x, padding), module.out_proj(y.transpose(1, 2).flatten(2)), 1e-6)
+
+def test_detr_dropout():
+    """Of softmax's coefficients and of every branch, in training only."""
+    images = torch.zeros(1, 3, 32, 32)
+    for settings in (dict(), dict(cross_attention='softmax')):
+        net = detr.DETR(detr_config(dropout=0.5, **settings))
+        outs = [net(images)['pred_boxes'] for _ in range(2)]
+        assert (outs[0] != outs[1]).any()
+        net.eval()
+        close(net(images)['pred_boxes'], net(images)['pred_boxes'], 0)
+
+# ------------------------------------ model and losses ------------------------------------
+
+DETR_GOLDEN = dict(  # facebookresearch/detr, ResNet-50, small transformer, in float64
+    last_logits=[1.3233768, -2.0759888, -0.0021618, -0.6884133, 1.3223249, -2.0661018,
+        -0.009956, -0.7149329, 1.2054665, -2.0065322, 0.1229202, -0.4974339, 1.1891755,
+        -2.2990317, -0.10403, -0.8124458, 1.1844296, -2.2853158, -0.0890955, -0.7990324,
+        1.1912669, -2.2793088, -0.1304265, -0.8262021],
+    last_mean=0.95999676,
+    last_boxes=[0.5540449, 0.5603625, 0.6181914, 0.3576915, 0.5536385, 0.5609043, 0.6188352,
+        0.3555136, 0.5500973, 0.5662401, 0.6059837, 0.3711182, 0.5670323, 0.5303848, 0.6302439,
+        0.3318966, 0.565729, 0.532948, 0.6297381, 0.3332652, 0.5623499, 0.5296358, 0.6314532,
+        0.3337952],
+    aux_logits=[0.6678671, 1.0521399, -0.8300654, 1.5892522, 0.545943, 1.0497907, -0.7951941,
+        1.5578001, 0.6084451, 1.0692803, -0.8362438, 1.5988235, 0.5665957, 1.0140995,
+        -0.8303359, 1.6634105, 0.5496818, 1.0474027, -0.8519604, 1.6853131, 0.558598, 1.0498992,
+        -0.8391227, 1.6655937],
+    aux_mean=0.8280744,
+    aux_boxes=[0.5934215, 0.4695922, 0.4397113, 0.5559866, 0.5897427, 0.4580959, 0.4315793,
+        0.5658391, 0.5890335, 0.4623903, 0.441367, 0.563253, 0.6130096, 0.4860255, 0.4162437,
+        0.5702282, 0.6160483, 0.484771, 0.4167193, 0.5667945, 0.6158311, 0.4868572, 0.4132486,
+        0.5704965],
+    losses={'class': [5.380897302367627, 5.339293100901858], 'bbox': [0.7935184912997751,
+        0.7816251518432951], 'giou': [0.949098149243916, 1.0266945058033494]},
+    total=22.547493929079366,
+    scores=[[0.10736114, 0.1093095, 0.11356113, 0.10778797, 0.10559472, 0.10994799, 0.1108828],
+        [0.14195298, 0.1412552, 0.14081402, 0.14073636, 0.145366, 0.14058951, 0.14090538]],
+    labels=[[84, 84, 84, 84, 84, 84, 84], [84, 84, 84, 84, 84, 84, 84]],
+    pixels=[[156.7675, 183.128, 552.41, 354.8199, 156.3014, 183.9108, 552.356, 354.5573,
+        158.1475, 182.7269, 545.9771, 360.8636], [125.9552, 121.3574, 441.0771, 231.8789,
+        125.43, 121.983, 440.299, 232.9603, 123.3117, 120.7918, 439.0382, 231.9456]],
+)
+
+def detr_fill(key, p):
+    """The rule of `fill` (see GOLDEN), for DETR's names."""
+    n, v = p.numel(), np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, p.numel())
+    v *= math.sqrt(3 / (n / len(p))) if p.dim() >= 2 else 0.1
+    v *= 4 if p.dim() >= 2 and ('in_proj' in key or 'query_embed' in key) else 1
+    v += key.endswith('running_var') or p.dim() == 1 and key.endswith('.weight')
+    p.copy_(torch.from_numpy(v).view_as(p))
+
+def test_detr_golden():
+    """The same weights give what DETR gave: outputs, auxiliary ones, losses, matching, boxes."""
+    c = detr.Config(backbone='resnet50', hidden_dim=32, nheads=4, enc_layers=2, dec_layers=2,
+                    dim_feedforward=48, num_queries=7, num_classes=91,
+                    self_attention='softmax', cross_attention='softmax')
+    net, g = detr.DETR(c).double().eval(), DETR_GOLDEN
+    for key, p in net.state_dict().items():
+        detr_fill(key, p)
+    x = np.random.RandomState(0).uniform(-1.7, 1.7, 2 * 3 * 96 * 128).reshape(2, 3, 96, 128)
+    x, mask = torch.from_numpy(x), torch.zeros(2, 96, 128, dtype=torch.bool)
+    mask[1, :, 80:] = mask[1, 64:] = True
+    out = net(x.masked_fill(mask[:, None], 0), mask)
+    for name, layer in (('last', out), ('aux', out['aux_outputs'][0])):
+        logits, boxes = layer['pred_logits'], layer['pred_boxes']
+        close(logits[:, ::3, ::30].flatten(), torch.tensor(g[name + '_logits']).double(), 1e-5)
+        close(logits.abs().mean(), g[name + '_mean'], 1e-5)
+        close(boxes[:, ::3].flatten(), torch.tensor(g[name + '_boxes']).double(), 1e-5)
+    boxes = [[[0.5, 0.5, 0.4, 0.3], [0.2, 0.3, 0.2, 0.2], [0.8, 0.7, 0.1, 0.5]],
+             [[0.4, 0.6, 0.3, 0.3]]]
+    targets = [(torch.tensor(labels), torch.tensor(b).double())
+               for labels, b in zip(([3, 17, 44], [1]), boxes)]
+    losses = detr.set_losses(out, targets, c, *detr.norms([3, 1], c))
+    for name, want in g['losses'].items():
+        close(losses[name], torch.tensor(want).double(), 1e-5)
+    close(detr.total(losses, c), g['total'], 1e-5)
+    pairs = detr.pair_up(out['pred_logits'][None], out['pred_boxes'][None], targets, c)
+    assert pairs.tolist() == [[0] * 4, [0, 0, 0, 1], [2, 5, 6, 3], [0, 1, 2, 3]]
+    for i, (scores, labels, b) in enumerate(detr.post_process(out, [[480, 640], [333, 500]])):
+        close(scores, torch.tensor(g['scores'][i]).double(), 1e-6)
+        assert labels.tolist() == g['labels'][i]
+        close(b[::3].flatten(), torch.tensor(g['pixels'][i]).double(), 1e-3)
+
+def detr_count(**settings):
+    with torch.device('meta'), unittest.mock.patch.object(detr.DETR, 'init_parameter'):
+        net = detr.DETR(detr.Config(**detr.DETR_R50, num_classes=91, **settings))
+    return detr.count(net), len(net.state_dict())
+
+def test_detr_parameter_counts():
+    """The original's, and of attention without weights the paper's saving."""
+    plain = dict(self_attention='softmax', cross_attention='softmax')
+    assert detr_count(**plain) == (41302368, 458)
+    for name in ('no-weights', *SOLVING):
+        for which in plain:
+            assert detr_count(**{**plain, which: name}) == (39723360, 434)
+            assert detr_count(**{**plain, which: name}, out_proj=True) == (40118112, 446)
+        assert detr_count(self_attention=name, cross_attention=name)[0] == 38144352
+
+def test_detr_positions():
+    """Sines and cosines by the formula, of places counted within the image alone."""
+    padding = torch.zeros(2, 5, 6, dtype=torch.bool)
+    padding[1, 3:] = padding[1, :, 4:] = True
+    got = detr.sine_positions(padding, 16).view(2, 5, 6, 16)
+    for image, (h, w) in enumerate(((5, 6), (3, 4))):
+        for y, x in itertools.product(range(h), range(w)):
+            want = []
+            for place in (y + 1) / h, (x + 1) / w:
+                for i in range(8):
+                    angle = 2 * math.pi * place / 10000 ** (2 * (i // 2) / 8)
+                    want.append(math.cos(angle) if i % 2 else math.sin(angle))
+            close(got[image, y, x], torch.tensor(want), 1e-5)
+
+def test_detr_initialisation():
+    """Variants share the weights they have in common; sizes are DETR's."""
+    nets = [detr.DETR(detr_config(self_attention=a, cross_attention=b))
+            for a, b in (('softmax', 'softmax'), ('admm', 'softmax'), ('softmax', 'l2'))]
+    full = nets[0].state_dict()
+    for net in nets[1:]:
+        state = net.state_dict()
+        assert set(state) < set(full) and all((full[key] == p).all() for key, p in state.items())
+        other = detr.DETR(detr_config(seed=1)).state_dict()
+        assert (other['query_embed.weight'] != full['query_embed.weight']).all()
+    net = detr.DETR(detr_config(hidden_dim=64, dim_feedforward=256, self_attention='softmax',
+                                cross_attention='softmax', num_queries=50))
+    bound = lambda name: net.get_parameter(name).abs().max().item()
+    for name, want in {
+            'transformer.decoder.layers.0.multihead_attn.in_proj_weight': math.sqrt(6 / 256),
+            'transformer.encoder.layers.0.linear1.weight': math.sqrt(6 / 320),
+            'transformer.encoder.layers.0.linear1.bias': 1 / 8, 'class_embed.weight': 1 / 8,
+            'bbox_embed.layers.0.bias': 1 / 8, 'input_proj.weight': 96 ** -0.5,
+            'transformer.decoder.layers.0.self_attn.in_proj_bias': 0.0,
+            'transformer.decoder.layers.0.self_attn.out_proj.bias': 0.0}.items():
+        assert 0.9 * want <= bound(name) <= want, name
+    assert 0.9 < net.query_embed.weight.std() < 1.1
+    assert net.transformer.decoder.norm.weight.eq(1).all()
+
+def test_detr_every_parameter_learns():
+    for name in detr.ATTENTION:
+        net = detr.DETR(detr_config(self_attention=name, cross_attention=name, enc_layers=1,
+                                    out_proj=True))
+        x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        targets = [(labels, boxes.float()) for labels, boxes in detr_targets(2, 1)]
+        detr.total(detr.set_losses(net(x), targets, net.config, *detr.norms([2, 1], net.config)),
+                   net.config).backward()
+        for key, p in net.named_parameters():
+            dead = 'decoder.layers.0.self_attn' in key or 'decoder.layers.0.norm1.w' in key  # x = 0
+            assert dead or p.grad.abs().max() > 0, (name, key)
+
+def detr_giou(a, b):
+    """Of two boxes, centre and size, by areas; numbers only."""
+    a, b = ([cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2] for cx, cy, w, h in (a, b))
+    side = lambda i: max(0, min(a[i + 2], b[i + 2]) - max(a[i], b[i]))
+    hull = ((max(a[2], b[2]) - min(a[0], b[0])) * (max(a[3], b[3]) - min(a[1], b[1])))
+    both = side(0) * side(1)
+    union = sum((x[2] - x[0]) * (x[3] - x[1]) for x in (a, b)) - both
+    return both / union - (hull - union) / hull
+
+def detr_outputs(B=3, Q=5, K=3, layers=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+    *aux, last = [dict(pred_logits=draw(B, Q, K + 1).requires_grad_(),
+                       pred_boxes=draw(B, Q, 4).sigmoid().requires_grad_()) for _ in range(layers)]
+    return dict(last, aux_outputs=aux)
+
+def detr_targets(*counts, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.rand(n, 4, generator=generator, dtype=torch.float64) * 0.4 + 0.1
+    return [(torch.randint(3, (n,), generator=generator), draw(n)) for n in counts]
+
+def test_detr_losses_by_hand():
+    """One image, query and box at a time, every assignment tried; images without objects too."""
+    c = detr_config()
+    for counts in ((2, 0, 3), (0, 0, 0), (5, 1, 0)):
+        outputs, targets = detr_outputs(), detr_targets(*counts)
+        losses = detr.set_losses(outputs, targets, c, *detr.norms(counts, c))
+        for i, layer in enumerate([outputs, *outputs['aux_outputs']]):
+            entropy = weight = l1 = giou = paired = 0.0
+            for b, (labels, boxes) in enumerate(targets):
+                p = layer['pred_logits'][b].softmax(-1).tolist()
+                mine = layer['pred_boxes'][b].tolist()
+                labels, boxes = labels.tolist(), boxes.tolist()
+                distance = lambda q, t: sum(abs(x - y) for x, y in zip(mine[q], boxes[t]))
+                cost = lambda q, t: (5 * distance(q, t) - p[q][labels[t]]
+                                     - 2 * detr_giou(mine[q], boxes[t]))
+                best = min(itertools.permutations(range(5), len(labels)),
+                           key=lambda qs: sum(cost(q, t) for t, q in enumerate(qs)))
+                for q in range(5):
+                    label = labels[best.index(q)] if q in best else 3
+                    entropy -= (1 if q in best else 0.1) * math.log(p[q][label])
+                    weight += 1 if q in best else 0.1
+                for t, q in enumerate(best):
+                    l1, giou = l1 + distance(q, t), giou + 1 - detr_giou(mine[q], boxes[t])
+                    paired -= math.log(p[q][labels[t]])
+            n = max(1, sum(counts))
+            for key, want in (('class', entropy / weight), ('bbox', l1 / n), ('giou', giou / n),
+                              ('paired', paired / n)):
+                close(losses[key][i], want, 1e-7)
+        detr.total(losses, c).backward()
+        for layer in [outputs, *outputs['aux_outputs']]:
+            assert all(t.grad.isfinite().all() for t in layer.values() if torch.is_tensor(t))
+
+def test_detr_losses_of_strange_boxes():
+    """Boxes without area on the same spot, more objects than queries, NaN from the model."""
+    c = detr_config()
+    point = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
+    assert detr.generalised_iou(detr.corners(point), detr.corners(point)).item() == 0
+    outputs, targets = detr_outputs(B=1), detr_targets(8)
+    losses = detr.set_losses(outputs, targets, c, *detr.norms([8], c))
+    weights, count = detr.norms([8], c)
+    assert weights == 5 and count == 8 and all(v.isfinite().all() for v in losses.values())
+    outputs['pred_boxes'] = outputs['pred_boxes'] * math.nan
+    assert detr.total(detr.set_losses(outputs, targets, c, weights, count), c).isnan()
+
+def test_detr_losses_of_parts():
+    """A global batch in parts, however objects fall on them, averages to the whole."""
+    c, counts = detr_config(), (4, 0, 0, 1, 2, 0)
+    targets, weights, n = detr_targets(*counts), *detr.norms(counts, c)
+    whole = detr_outputs(B=6)
+    detr.total(detr.set_losses(whole, targets, c, weights, n), c).backward()
+    for sizes in ((2, 4), (1, 1, 4), (3, 3)):
+        parts, at = detr_outputs(B=6), 0
+        for size in sizes:
+            rows, share = slice(at, at + size), size / 6
+            cut = lambda layer: {k: t[rows] for k, t in layer.items() if torch.is_tensor(t)}
+            part = dict(cut(parts), aux_outputs=[cut(x) for x in parts['aux_outputs']])
+            losses = detr.set_losses(part, targets[rows], c, weights * share, n * share)
+            (detr.total(losses, c) * share).backward()
+            at += size
+        for a, b in zip([whole, *whole['aux_outputs']], [parts, *parts['aux_outputs']]):
+            close(a['pred_logits'].grad, b['pred_logits'].grad, 1e-14)
+            close(a['pred_boxes'].grad, b['pred_boxes'].grad, 1e-14)
+
+# ------------------------------------ assignment, AP, photos ------------------------------------
+
+def cheapest(cost):
+    """Least total cost over all assignments, one by one."""
+    n, m = cost.shape
+    if n > m:
+        return cheapest(cost.T)
+    return min(sum(cost[i, j] for i, j in enumerate(chosen))
+               for chosen in itertools.permutations(range(m), n))
+
+def test_detr_match():
+    rng = np.random.default_rng(0)
+    for case in range(300):
+        n, m = rng.integers(0, 6, 2)
+        cost = [rng.normal(size=(n, m)), rng.integers(0, 3, (n, m)) * 1.0, np.ones((n, m)),
+                1e8 * rng.normal(size=(n, m)) - 1e9, 1e-6 * rng.normal(size=(n, m))][case % 5]
+        for solve in detr.assign, detr.match:  # scipy's, where it is installed
+            rows, columns = solve(cost)
+            assert len(rows) == min(n, m) and len(set(columns)) == len(columns), (case, solve)
+            assert (np.diff(rows) > 0).all() and rows.dtype == columns.dtype == np.int64, case
+            assert abs(cost[rows, columns].sum() - cheapest(cost)) <= 1e-12 * (
+                1 + abs(cost).sum()), (case, solve)
+    for bad in np.nan, np.inf, -np.inf:
+        cost = np.zeros((4, 2))
+        cost[1, 1] = bad
+        with contextlib.suppress(ValueError):
+            assert False, detr.match(cost)
+
+def test_detr_match_without_scipy():
+    cost = torch.from_numpy(np.random.default_rng(1).normal(size=(40, 9)).astype('f'))
+    with unittest.mock.patch.dict(sys.modules, {'scipy.optimize': None}):
+        rows, columns = detr.match(cost)
+    assert rows.tolist() == [2, 13, 19, 21, 25, 29, 30, 37, 39], rows
+    assert columns.tolist() == [6, 5, 3, 4, 8, 1, 2, 7, 0], columns
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        raise unittest.SkipTest('the golden pairs hold; scipy is not installed')
+    for n, m in (100, 30), (30, 100), (100, 1), (100, 0), (0, 0):
+        cost = np.random.default_rng(n).normal(size=(n, m))
+        for ours, scipys in zip(detr.assign(cost), linear_sum_assignment(cost)):
+            assert (ours == scipys).all(), (n, m)
+
+def detections(seed):
+    """Random ground truth and detections: crowds, ties, areas that differ from the boxes', images
+    without either, more than 100 detections, boxes without area, IoUs at a threshold."""
+    rng = np.random.default_rng(seed)
+    images = rng.permutation(50)[:rng.integers(1, 9)].tolist()
+    classes, whole = (1 + rng.permutation(20)[:rng.integers(1, 5)]).tolist(), rng.random() < 0.5
+    truth, found = [], []
+
+    def box(scale):
+        b = np.concatenate([rng.uniform(0, 100, 2), rng.uniform(0, scale, 2)])
+        b = (b / 4).round() * 4 if whole else b
+        b[2:] *= rng.random(2) > 0.05
+        return b if rng.random() > 0.1 else [*b[:2], *rng.choice([32.0, 96.0], 2)]
+
+    def add(to, image, classes, box, **more):
+        to.append(dict(id=len(to) + 1, image_id=image, category_id=int(rng.choice(classes)),
+                       bbox=np.array(box).tolist(), **more))
+
+    for image in images:
+        for _ in range(rng.integers(0, 12) * (rng.random() > 0.2)):
+            b = box(rng.choice([20, 90, 200]))
+            add(truth, image, classes, b, area=float(b[2] * b[3] * rng.choice([1, 1, 0.7])),
+                iscrowd=int(rng.random() < 0.15))
+            for _ in range(rng.integers(0, 4)):
+                near = b + rng.normal(size=4) * rng.choice([0, 1, 5, 15])
+                near = np.maximum(near.round() if whole else near, [-9, -9, 0, 0])
+                add(found, image, [truth[-1]['category_id']] * 9 + [int(rng.integers(1, 22))], near,
+                    score=round(float(rng.random()), int(rng.choice([1, 6]))))
+        for _ in range(rng.integers(0, 300 if rng.random() < 0.1 else 6)):
+            add(found, image, classes, box(100), score=round(float(rng.random()), 1))
+    order = rng.permutation(len(found))
+    return dict(images=[dict(id=i) for i in images], annotations=truth,
+                categories=[dict(id=c) for c in classes]), [found[i] for i in order]
+
+def test_detr_ap_equals_pycocotools():
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError:
+        raise unittest.SkipTest('pycocotools is not installed')
+    for seed in range(200):
+        truth, found = detections(seed)
+        ours = detr.coco_ap(truth, found)
+        if found:
+            with contextlib.redirect_stdout(io.StringIO()):
+                coco = COCO()
+                coco.dataset = truth
+                coco.createIndex()
+                theirs = COCOeval(coco, coco.loadRes(found), 'bbox')
+                for step in theirs.evaluate, theirs.accumulate, theirs.summarize:
+                    step()
+            worst = abs(np.array(list(ours.values())) - theirs.stats).max()
+            assert worst <= 1e-9, (seed, worst, ours, theirs.stats)
+
+AP_GOLDEN = {  # of pycocotools 2.0.11, AP to ARl
+    0: [0.0348303, 0.062058, 0.0175035, 0.0254675, 0.1216997, 0.0, 0.0166667,
+        0.3, 0.3, 0.2333333, 0.5666667, 0.0],
+    3: [0.1666667, 0.1666667, 0.1666667, 0.5, 0.0, -1.0, 0.0,
+        0.5, 0.5, 0.5, 0.0, -1.0],
+    6: [0.2174191, 0.2724599, 0.2546854, 0.158133, 0.2522857, 0.7772277, 0.1581731,
+        0.4540865, 0.4822115, 0.315873, 0.62, 0.8333333],
+    7: [0.0544925, 0.0682408, 0.055198, 0.0280528, 0.1261126, -1.0, 0.2416667,
+        0.2416667, 0.45, 0.1833333, 0.7166667, -1.0],
+}
+
+def test_detr_ap_golden():
+    for seed, golden in AP_GOLDEN.items():
+        close = np.abs(np.array(list(detr.coco_ap(*detections(seed)).values())) - golden)
+        assert close.max() < 1e-6, (seed, close)
+
+def test_detr_ap_by_hand():
+    truth = dict(images=[dict(id=7), dict(id=3)], categories=[dict(id=1), dict(id=5)], annotations=[
+        dict(id=0, image_id=7, category_id=1, bbox=[0, 0, 10, 10], area=100, iscrowd=0),
+        dict(id=1, image_id=3, category_id=1, bbox=[0, 0, 50, 50], area=2500, iscrowd=0)])
+    hit = dict(image_id=7, category_id=1, bbox=[0, 0, 10, 10], score=0.9)
+    other = dict(image_id=3, category_id=1, bbox=[0, 0, 50, 40], score=0.8)   # IoU exactly 0.8
+    ap = detr.coco_ap(truth, [hit, other])
+    assert abs(ap['AP'] - (7 + 3 * 51 / 101) / 10) < 1e-12, ap  # half found above IoU 0.8
+    want = dict(AP50=1, AP75=1, APs=1, APm=0.7, APl=-1, AR1=0.85, AR100=0.85, ARs=1, ARm=0.7)
+    assert all(abs(ap[name] - value) < 1e-12 for name, value in want.items()), ap
+    assert detr.coco_ap(truth, [])['AP'] == 0 == detr.coco_ap(truth, [])['AR100']
+    assert detr.coco_ap(dict(truth, annotations=[]), [hit])['AP'] == -1
+    crowd = [dict(a, iscrowd=1) for a in truth['annotations']]
+    assert set(detr.coco_ap(dict(truth, annotations=crowd), [hit, other]).values()) == {-1.0}
+    others = [dict(hit, category_id=c) for c in (5, 9)]  # of no annotation, of no category
+    assert detr.coco_ap(truth, [hit, other, *others]) == ap
+    twice = detr.coco_ap(truth, [dict(hit, score=0.95), hit, other])['AP50']
+    assert abs(twice - (51 + 50 * 2 / 3) / 101) < 1e-12, twice  # the second of two is a mistake
+    one, two = (dict(hit, id=i, bbox=[4 * i, 0, 10, 10], area=100) for i in (0, 1))
+    both = [dict(hit, bbox=[2, 0, 10, 10]), dict(hit, bbox=[4, 0, 10, 10], score=0.8)]
+    for order, want in ([one, two], 51 / 101), ([two, one], 1):  # of equal IoUs the last one counts
+        ap = detr.coco_ap(dict(truth, annotations=order), both)['AP50']
+        assert abs(ap - want) < 1e-12, (order, ap)
+    for bad in dict(hit, image_id=8), dict(hit, score=np.nan), dict(hit, bbox=[0, 0, np.inf, 1]):
+        with contextlib.suppress(ValueError):
+            assert False, detr.coco_ap(truth, [bad])
+
+# a photo of three boxes, one without a box; ids in no order, the labels of 9 and 4 are 1 and 0
+COCO = dict(
+    images=[dict(id=8, file_name='b.png', width=40, height=30),
+            dict(id=5, file_name='a.png', width=30, height=60)],
+    categories=[dict(id=9, name='dot'), dict(id=4, name='cat')],
+    annotations=[
+        dict(id=1, image_id=8, category_id=9, bbox=[10, 5, 20, 10], area=150, iscrowd=0),
+        dict(id=2, image_id=8, category_id=4, bbox=[-4, 20, 14, 20.5]),
+        dict(id=3, image_id=8, category_id=4, bbox=[0, 0, 40, 30], area=900.5, iscrowd=1),
+        dict(id=6, image_id=8, category_id=4, bbox=[7, 7, 0, 3], area=0, iscrowd=0)])
+
+def detr_photos(path, coco=COCO, split='train', draw=True):
+    """path/split with photos, path/split.json."""
+    (path / split).mkdir(exist_ok=True)
+    (path / f'{split}.json').write_text(coco if isinstance(coco, str) else json.dumps(coco))
+    for name, size in ('a.png', (30, 60)), ('b.png', (40, 30)):
+        (path / split / name).touch()
+        if draw:
+            from PIL import Image
+            y, x = np.mgrid[:size[1], :size[0]]
+            pixels = np.stack([x * 6, y * 4, (x + y) * 2], -1).astype(np.uint8)
+            Image.fromarray(pixels).save(path / split / name)
+
+def test_detr_annotations():
+    with folder() as path:
+        detr_photos(path, draw=False)
+        data = detr.CocoFolder(path / 'train', path / 'train.json', 60)
+        assert len(data) == 2 and data.ids == [4, 9] and data.classes == ['cat', 'dot']
+        assert data.truth([1])['images'][0]['id'] == 8 and data.truth([0])['annotations'] == []
+        assert [a['area'] for a in data.truth()['annotations']] == [150, 14 * 20.5, 900.5, 0]
+        assert [bool(a['iscrowd']) for a in data.truth()['annotations']] == [0, 0, 1, 0]
+        empty, plan = data.plan(0), data.plan(1)
+        assert empty.labels.shape == (0,) and empty.boxes.shape == (0, 4)
+        assert (empty.size, empty.original, empty.image_id) == ((50, 100), (60, 30), 5)
+        assert (plan.size, plan.original, plan.image_id) == ((80, 60), (30, 40), 8)
+        assert plan.labels.tolist() == [1, 0] and not plan.flip
+        want = torch.tensor([[0.5, 1 / 3, 0.5, 1 / 3], [0.125, 5 / 6, 0.25, 1 / 3]])
+        assert (plan.boxes - want).abs().max() < 1e-6, plan.boxes
+
+def test_detr_transforms():
+    """Distributions, and what each does to the boxes, worked out from the pixels."""
+    with folder() as path:
+        detr_photos(path, draw=False)
+        data = detr.CocoFolder(path / 'train', path / 'train.json', 800)
+        data.images = [dict(id=8, file_name='b.png', width=640, height=480)]
+        data.annotations = {8: [dict(category_id=4, bbox=[96, 48, 320, 240], iscrowd=0),
+                                dict(category_id=9, bbox=[0, 0, 6, 6], iscrowd=0)]}
+        plans = [data.plan(0, np.random.default_rng([1, i])) for i in range(600)]
+        again = data.plan(0, np.random.default_rng([1, 3]))
+        assert (again.boxes == plans[3].boxes).all() and again.size == plans[3].size
+        whole = [p for p in plans if tuple(p.window) == (0, 0, 1, 1)]
+        assert 250 < len(whole) < 350 and 250 < sum(p.flip for p in plans) < 350
+        assert {p.size for p in whole} == {(int(s * 640 / 480), s) for s in range(480, 801, 32)}
+        widths = []
+        for p in plans:
+            x0, y0, x1, y1 = p.window
+            left, right = max(0.15, x0), min(0.65, x1)                      # of the large box
+            top, bottom = max(0.1, y0), min(0.6, y1)
+            cx = ((left + right) / 2 - x0) / (x1 - x0)
+            want = [1 - cx if p.flip else cx, ((top + bottom) / 2 - y0) / (y1 - y0),
+                    (right - left) / (x1 - x0), (bottom - top) / (y1 - y0)]
+            assert np.abs(p.boxes[0].numpy() - want).max() < 1e-6, (p, want)
+            assert len(p.labels) == 1 + (x0 < 6 / 640 and y0 < 6 / 480), p  # the small one
+            assert len(p.labels) == len(p.boxes) and max(p.size) <= 1334
+            if (x0, y0, x1, y1) != (0, 0, 1, 1):
+                widths.append((x1 - x0) * 640)
+        # 384 to 600 pixels of a photo whose shorter side is 400 to 600
+        assert 384 * 0.8 - 1e-9 <= min(widths) < 320 and 550 < max(widths) <= 600 * 1.2
+        tiny = detr.CocoFolder(path / 'train', path / 'train.json', 8)
+        for i in range(50):
+            assert min(tiny.plan(i % 2, np.random.default_rng(i)).size) >= 1
+    assert detr.resized(640, 480, 800, 1333) == (1066, 800)
+    assert detr.resized(480, 640, 800, 1333) == (800, 1066)
+    assert detr.resized(2000, 500, 800, 1333) == (1332, 333)
+    assert detr.resized(1, 5000, 800, 1333)[0] == 1 and detr.resized(7, 7, 3) == (3, 3)
+
+def test_detr_photos():
+    try:
+        from PIL import Image
+    except ImportError:
+        raise unittest.SkipTest('Pillow is not installed')
+    with folder() as path:
+        detr_photos(path)
+        data = detr.CocoFolder(path / 'train', path / 'train.json', 30)
+        as_bytes = lambda x: ((x.numpy() * detr.STD + detr.MEAN) * 255).round()
+        plan = data.plan(1)
+        y, x = np.mgrid[:30, :40]
+        want = np.stack([x * 6, y * 4, (x + y) * 2])                        # the drawing itself
+        assert plan.size == (40, 30) and (as_bytes(data.render(plan)) == want).all()
+        plan.flip = True
+        assert (as_bytes(data.render(plan)) == want[:, :, ::-1]).all()
+        plan.flip, plan.window, plan.size = False, np.array([0.25, 0.2, 0.75, 0.8]), (20, 18)
+        assert (as_bytes(data.render(plan)) == want[:, 6:24, 10:30]).all()
+        for i in range(40):
+            p = data.plan(i % 2, np.random.default_rng(i))
+            assert data.render(p).shape == (3, p.size[1], p.size[0])
+        images = [data.render(data.plan(row)) for row in (0, 1)]
+        batch, mask = detr.collate(images)
+        assert batch.shape == (2, 3, 50, 40) and mask.shape == (2, 50, 40)
+        assert (batch[0, :, :, :25] == images[0]).all() and not batch[0, :, :, 25:].any()
+        assert mask[0, :, 25:].all() and not mask[0, :, :25].any() and mask[1].sum() == 20 * 40
+        file = path / 'train' / 'b.png'
+        for mode in 'L', 'RGBA', 'P', '1', 'CMYK':  # any kind of photo
+            kind = 'TIFF' if mode == 'CMYK' else 'PNG'
+            Image.open(path / 'train' / 'a.png').resize((40, 30)).convert(mode).save(file, kind)
+            assert data.render(data.plan(1)).shape == (3, 30, 40), mode
+        turned = Image.Exif()
+        turned[0x0112] = 6
+        Image.new('RGB', (40, 30)).save(file, 'JPEG', exif=turned)
+        assert data.render(data.plan(1)).shape == (3, 30, 40)  # as COCO: as it is stored
+        for change, words in (lambda: Image.new('RGB', (30, 40)).save(file), '(30, 40)'), (
+                lambda: file.write_bytes(file.read_bytes()[:60]), 'b.png'), (
+                lambda: file.write_text('<html>'), 'b.png'), (file.unlink, 'b.png'):
+            change()
+            try:
+                data.render(data.plan(1))
+                assert False, words
+            except ValueError as e:
+                assert words in str(e) and 'b.png' in str(e) and '\n' not in str(e), e
+        with unittest.mock.patch.dict(sys.modules, {'PIL': None}):
+            try:
+                data.render(data.plan(0))
+                assert False
+            except ValueError as e:
+                assert 'pip install pillow' in str(e)
+
+def detr_line(call):
+    """What a call that ends with code 2 says, one line."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        try:
+            call()
+            assert False, 'nothing was wrong'
+        except SystemExit as e:
+            assert e.code == 2
+    assert err.getvalue().count('\n') == 1, err.getvalue()
+    return err.getvalue()
+
+def test_detr_bad_annotations():
+    def bad(words, change, path):
+        coco = json.loads(json.dumps(COCO))
+        got = change(coco)
+        detr_photos(path, got if isinstance(got, str) else coco, draw=False)
+        line = detr_line(lambda: detr.CocoFolder(path / 'train', path / 'train.json'))
+        assert all(word in line for word in ['train.json', *words.split('|')]), (words, line)
+
+    def entry(list_, i=0, **fields):
+        return lambda coco: coco[list_][i].update(fields)
+
+    annotation = functools.partial(entry, 'annotations', 1)
+    image = functools.partial(entry, 'images', 1)
+    which = 'id 2, image_id 8|'
+    with folder() as path:
+        for words, change in (
+                ('no json', lambda coco: '<html>'), ('no json', lambda coco: ' '),
+                ('no json', lambda coco: '[' * 100000), ('no json', lambda coco: '{"a": 1' * 9),
+                ('no list of categories', lambda coco: '[]'),
+                ('no list of images', lambda coco: coco.pop('images')),
+                ('no list of images', lambda coco: coco['images'].clear()),
+                ('no list of annotations', lambda coco: coco.update(annotations={})),
+                ('annotations[0]|id None', lambda coco: coco['annotations'].insert(0, 7)),
+                ('annotations[4] (id 1,|same id', lambda coco: coco['annotations'].append(
+                    coco['annotations'][0])),
+                ('images[1] (id 8,|same id', image(id=8)),
+                ('categories[0]|name', entry('categories', name='a\nb')),
+                ('categories[0]|name 5', entry('categories', name=5)),
+                ('categories[1]|same id', entry('categories', id=4)),
+                ('id [1]', annotation(id=[1])), ('id True', annotation(id=True)),
+                ("id 'x'", annotation(id='x')), ('id -1', annotation(id=-1)),
+                ('annotation 2 of image 99: there is no such image', annotation(image_id=99)),
+                ('annotation 2 of image 8: there is no category 3', annotation(category_id=3)),
+                (which + 'bbox None', annotation(bbox=None)),
+                (which + 'bbox [1, 2, 3]', annotation(bbox=[1, 2, 3])),
+                (which + 'bbox [1, 2, -3, 4]', annotation(bbox=[1, 2, -3, 4])),
+                (which + 'bbox [1, 2, 3, nan]', annotation(bbox=[1, 2, 3, float('nan')])),
+                (which + 'bbox [1, 2, inf, 3]', annotation(bbox=[1, 2, float('inf'), 3])),
+                (which + 'bbox', annotation(bbox=[1, 2, 3, 10 ** 400])),
+                (which + 'bbox', annotation(bbox=[1, 2, 3, '4'])),
+                (which + 'bbox', annotation(bbox=[1, 2, 3, True])),
+                (which + 'area -1', annotation(area=-1)), (which + 'area', annotation(area='x')),
+                (which + 'iscrowd 2', annotation(iscrowd=2)),
+                ("annotation 2 of image 8|'b.png', 40 x 30", annotation(bbox=[41, 2, 3, 4])),
+                *(('annotation 2 of image 8', annotation(bbox=bbox)) for bbox in (
+                    [1, -9, 3, 4], [-4, 1, 3, 4], [1, 31, 3, 4])),
+                ('id 5|width 0', image(width=0)), ('id 5|height 2.5', image(height=2.5)),
+                ('id 5|width None', image(width=None)), ('id 5|file_name 3', image(file_name=3)),
+                ('image 5|gone.png', image(file_name='gone.png')),
+                ('image 5', image(file_name='a.png\0')), ('image 5', image(file_name='\ud800')),
+                *(('id 5|file_name', image(file_name=name)) for name in (
+                    '', '/etc/passwd', '../train.json', 'x/../../train.json', '..\\train.json'))):
+            bad(words, change, path)
+        line = detr_line(lambda: detr.CocoFolder(path / 'train', path / 'none.json'))
+        assert 'none.json' in line, line
+
+def test_detr_folders():
+    with folder() as path:
+        assert 'train2017' in detr_line(lambda: detr.load_coco(path))
+        one = dict(COCO, images=COCO['images'][:1])
+        detr_photos(path, one, 'val', draw=False)
+        assert str(path) in detr_line(lambda: detr.load_coco(path))
+        detr_photos(path, split='val', draw=False)
+        train, val = detr.load_coco(path)  # of one split every tenth is kept
+        assert [x['id'] for x in val.images] == [5] and [x['id'] for x in train.images] == [8]
+        assert len(train.plan(0).labels) == 2 and len(val.truth()['annotations']) == 0
+        detr_photos(path, one, draw=False)
+        train, val = detr.load_coco(path, 40)
+        assert len(train) == 1 and len(val) == 2 and train.image_size == 40
+        assert train.stamp != val.stamp
+        other = dict(one, categories=[dict(id=9, name='dot'), dict(id=4, name='dog')])
+        detr_photos(path, other, draw=False)
+        assert 'categories' in detr_line(lambda: detr.load_coco(path))
+    for names in ('train2017', 'val2017'), ('train', 'valid'):  # COCO's own layout, and Roboflow's
+        with folder() as path:
+            for name in names:
+                detr_photos(path, split=name, draw=False)
+                to = (path / 'annotations' / f'instances_{name}.json' if name[-1] == '7' else
+                      path / name / '_annotations.coco.json')
+                to.parent.mkdir(exist_ok=True)
+                (path / f'{name}.json').rename(to)
+            assert [x.photos.name for x in detr.load_coco(path)] == list(names)
+
+def test_detr_drawing():
+    image = np.full((3, 40, 64), 9, np.uint8)
+    boxes = np.array([[20, 12, 50.4, 30], [-5, 15, 70, 90.0], [70, 50, 80, 60], [8, 8, 8, 8]])
+    out = detr.draw_boxes(image, boxes, np.array([0, 1, 2, 0]), ['disc', 'a_b', 'x'],
+                          np.array([0.9, 0.8, 0.7, 0.1]))
+    assert out.shape == image.shape and out.dtype == np.uint8 and (image == 9).all()
+    red, blue = detr.COLOURS[:2]
+    for x, y, want in ((20, 20, red), (21, 20, red), (22, 20, [9] * 3), (49, 20, red),
+                       (50, 20, [9] * 3), (35, 12, red), (35, 13, red), (35, 14, [9] * 3),
+                       (35, 29, red), (35, 30, [9] * 3),
+                       (0, 30, blue), (63, 30, blue), (5, 39, blue), (5, 37, [9] * 3)):
+        assert (out[:, y, x] == want).all(), (x, y, out[:, y, x])
+    letter = (out[:, 6:11, 21:24] == 255).all(0)                            # the D of DISC 0.90
+    assert letter.tolist() == [[1, 1, 0], [1, 0, 1], [1, 0, 1], [1, 0, 1], [1, 1, 0]], letter
+    assert (detr.draw_boxes(image, np.zeros((0, 4)), [], []) == image).all()
+
+# ------------------------------------ data, training, actions ------------------------------------
+
+def test_detr_post_process():
+    """The likeliest class, though no-object be likelier; boxes in pixels of each image."""
+    logits = torch.tensor([[[0.0, 2.0, 5.0], [3.0, 1.0, 0.0]]]).repeat(2, 1, 1)
+    boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4], [0.1, 0.2, 0.2, 0.2]]]).repeat(2, 1, 1)
+    (scores, labels, first), (*_, second) = detr.post_process(
+        dict(pred_logits=logits, pred_boxes=boxes), [[100, 200], [10, 10]])
+    assert labels.tolist() == [1, 0]
+    close(scores, torch.stack([logits[0, 0].softmax(0)[1], logits[0, 1].softmax(0)[0]]), 1e-6)
+    close(first, torch.tensor([[80.0, 30, 120, 70], [0, 10, 40, 30]]), 1e-4)
+    close(second, torch.tensor([[4.0, 3, 6, 7], [0, 1, 2, 3]]), 1e-4)
+
+def test_detr_picture():
+    """Small images are enlarged, and their boxes with them; what scores too little stays out."""
+    found = (torch.tensor([0.9, 0.3]), torch.tensor([0, 1]),
+             torch.tensor([[16.0, 32, 48, 60], [2, 2, 9, 9]]))
+    config = detr_config(classes='disc,ring')
+    drawn = detr.mark(np.zeros((3, 64, 64), np.uint8), found, config, 0.5).any(0)
+    assert drawn.shape == (256, 256) and not drawn[:100].any() and not drawn[:, :60].any()
+    assert drawn[128:240, 64].all() and drawn[239, 64:192].all()
+    assert not drawn[140:230, 70:180].any()
+
+def test_detr_shapes():
+    """Boxes hug what is drawn; the same row is the same image; shapes hardly overlap."""
+    data = detr.Shapes(30, 0, 64)
+    plain, seen = [], set()
+    for row in range(30):
+        plan, again = data.plan(row), data.plan(row)
+        image = data.render(plan)
+        assert image.shape == (3, 64, 64) and image.dtype == torch.float32
+        close(image, data.render(again), 0)
+        assert 1 <= len(plan.labels) <= 4 and plan.boxes.shape == (len(plan.labels), 4)
+        x = detr.corners(plan.boxes)
+        assert x.min() >= 0 and x.max() <= 1
+        seen |= set(plan.labels.tolist())
+        pixels = image.numpy() * detr.STD + detr.MEAN
+        grey = np.median(pixels[:, [0, 0, -1, -1], [0, -1, 0, -1]])
+        if len(plan.labels) == 1:
+            on = abs(pixels - grey).max(0) > 0.25
+            y, x0 = np.nonzero(on)
+            want = (plan.boxes[0] * 64).tolist()
+            got = [(x0.min() + x0.max() + 1) / 2, (y.min() + y.max() + 1) / 2,
+                   x0.max() + 1 - x0.min(), y.max() + 1 - y.min()]
+            plain.append(max(abs(a - b) for a, b in zip(got, want)))
+    assert seen == {0, 1, 2} and len(plain) > 2 and max(plain) < 4, plain
+    truth = data.truth([3])
+    assert [i['id'] for i in truth['images']] == [4]
+    assert len(truth['annotations']) == len(data.plan(3).labels)
+    perfect = [dict(a, score=1.0) for a in data.truth()['annotations']]
+    assert detr.coco_ap(data.truth(), perfect)['AP'] == 1
+
+def test_detr_batches():
+    """A function of seed and step; parts are rows of the whole, and their shares add up."""
+    c = detr_config(batch_size=4, grad_accum_steps=2, max_iters=3)
+    task, other = detr.Task(c), detr.Task(dataclasses.replace(c, seed=1))
+    images, mask, targets, weights, count = task.batch(1, range(8))
+    assert mask is None and (weights, count) == detr.norms([len(t[0]) for t in targets], c)
+    parts = [task.batch(1, rows) for rows in (range(0, 4), range(4, 8))]
+    close(torch.cat([p[0] for p in parts]), images, 0)
+    for (a, b), (x, y) in zip(sum((p[2] for p in parts), []), targets):
+        assert (a == x).all() and (b == y).all()
+    close(sum(p[3] for p in parts), weights, 1e-9)
+    close(sum(p[4] for p in parts), count, 1e-9)
+    assert (task.batch(2, range(8))[0] != images).any()
+    assert (other.batch(1, range(8))[0] != images).any()
+    whole = detr.total(detr.set_losses(task.model(images), targets, task.config, weights, count),
+                       task.config)
+    close(sum(task.loss(task.model, p) for p in parts) / 2, whole, 1e-5)
+
+def test_detr_optimizer():
+    task = detr.Task(detr_config(lr_backbone=1e-5, learning_rate=1e-3))
+    groups = {g['lr']: g['params'] for g in task.optimizer().param_groups}
+    assert set(groups) == {1e-3, 1e-5}
+    assert len(groups[1e-5]) == len(list(task.model.backbone.parameters()))
+    assert sum(map(len, groups.values())) == len(list(task.model.parameters()))
+
+def test_detr_evaluation():
+    """A model that answers with the truth has AP 1, the loss of the paired queries, and no l1."""
+    task = detr.Task(detr_config(eval_iters=1, batch_size=8))
+    class Oracle(torch.nn.Module):
+        def forward(self, images, mask):
+            plans, part = task.plans[self.at:self.at + len(images)], None
+            self.at += len(images)
+            logits, boxes = torch.zeros(len(plans), 5, 4), torch.full((len(plans), 5, 4), 0.5)
+            logits[..., 3] = 20.0
+            for i, plan in enumerate(plans):
+                n = len(plan.labels)
+                logits[i, :n, 3], boxes[i, :n] = 0, plan.boxes
+                logits[i, range(n), plan.labels] = 20.0
+            part = dict(pred_logits=logits, pred_boxes=boxes)
+            return dict(part, aux_outputs=[part])
+    task.model = Oracle()
+    task.model.at = 0
+    with contextlib.redirect_stdout(io.StringIO()):
+        figures = task.evaluate()
+    assert figures['AP'] == figures['AP50'] == 1 and task.finish()['AR100'] == 1
+    close(torch.tensor([figures['l1'], figures['giou'], figures['paired']]), torch.zeros(3), 1e-6)
+
+def test_detr_training():
+    """The default recipe, small: it learns, writes everything, and says what to expect."""
+    with folder() as path:
+        code, out, _, result = run(*detr_tiny(path, '--max-iters', 40, '--eval-interval', 20,
+                                              '--lr', '5e-3'), script=detr)
+        assert code == 0 and out.count('AP stays near zero') == 1
+        loss = [row['val_loss'] for row in result['log'] if 'val_loss' in row]
+        assert loss[-1] < 0.9 * loss[0], loss
+        assert result['folder'].name == 'sa-softmax-ca-admm-s1337'
+        names = {p.name for p in result['folder'].iterdir()}
+        assert {'ckpt.pt', 'log.csv', 'detections.png'} <= names
+        assert {'AP', 'AP75', 'ARl'} <= set(result)
+        assert (result['folder'] / 'detections.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+        code, out, _, found = run('inspect', '--out-dir', path / 'out', script=detr)
+        assert code == 0 and len(found['rows']) == 4 and 'cosine' in out
+        gap = [row['gap'] for row in found['rows'] if row['attention'] == 'admm']
+        assert len(gap) == 2 and all(0 <= g < 1 for g in gap)
+        assert {'attention.png', 'inspect.csv'} <= {p.name for p in result['folder'].iterdir()}
+        try:
+            from PIL import Image
+        except ImportError:
+            return
+        Image.new('RGB', (90, 60), 'red').save(path / 'red.png')
+        Image.new('L', (40, 70), 9).save(path / 'grey.jpg')
+        code, out, _, found = run('detect', path / 'red.png', path / 'grey.jpg', '--threshold', 0,
+                                  '--out-dir', path / 'out', script=detr)
+        assert code == 0 and all(len(v) == 5 for v in found['found'].values())
+        with Image.open(result['folder'] / 'red-found.png') as image:
+            assert image.size == (450, 300)
+        refuse(['no photo', 'log.csv'], 'detect', result['folder'] / 'log.csv', '--out-dir',
+               path / 'out', script=detr)
+
+def test_detr_resume_bit_for_bit():
+    """Stopped and resumed equals never stopped, dropout and all: weights, log, AP."""
+    with folder() as path:
+        flags = detr_tiny(path, '--dropout', 0.1, '--grad-accum-steps', 2, '--max-iters', 7)
+        whole, batch, left = run(*flags, script=detr)[3], detr.Task.batch, [signal.SIGINT]
+        def interrupt(self, it, rows):
+            while it == 4 and left:
+                os.kill(os.getpid(), left.pop())
+            return batch(self, it, rows)
+        with unittest.mock.patch.object(detr.Task, 'batch', interrupt):
+            code, out, _, _ = run(*flags, '--out-dir', path / 'two', script=detr)
+        assert code == 130 and '--resume' in out
+        code, out, _, part = run(*flags, '--out-dir', path / 'two', '--resume', script=detr)
+        assert code == 0 and 'resumed' in out and 'AP stays' not in out
+        assert same(weights(whole['folder']), weights(part['folder']))
+        rows = [[{**row, 'seconds': 0} for row in r['log']] for r in (whole, part)]
+        assert rows[0] == rows[1] and whole['AR100'] == part['AR100']
+        done = run(*flags, '--resume', whole['folder'], script=detr)[3]  # nothing left to do
+        assert done['AR100'] == whole['AR100'] and done['AP'] == whole['AP']
+
+def test_detr_accumulation():
+    with folder() as path:
+        flags = detr_tiny(path, '--max-iters', 3)
+        one = run(*flags, '--batch-size', 8, script=detr)[3]['folder']
+        four = run(*flags, '--batch-size', 2, '--grad-accum-steps', 4, script=detr)[3]['folder']
+        for a, b in zip(weights(one).values(), weights(four).values()):
+            close(a, b, 2e-4)
+
+def test_detr_two_processes():
+    """Two processes, whose images have unequal numbers of objects, take the steps of one."""
+    with folder() as path:
+        flags = [str(f) for f in detr_tiny(path, '--grad-accum-steps', 2, '--max-iters', 3)]
+        one = run(*flags, script=detr)[3]
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+                   '--nproc-per-node', '2', str(HERE / 'admm_detr.py'), *flags,
+                   '--out-dir', str(path / 'two')]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.count('result') == 1
+        two = path / 'two/admm_detr/sa-softmax-ca-admm-s1337'
+        for a, b in zip(weights(one['folder']).values(), weights(two).values()):
+            close(a, b, 2e-4)
+        with open(two / 'log.csv', newline='') as f:
+            *_, last = csv.DictReader(f)
+        for key in ('loss', 'val_loss', 'l1', 'AP'):
+            assert abs(float(last[key]) - one[key]) < 1e-3, key
+
+def test_detr_initial_weights():
+    """--init takes DETR's layout, COCO's classes by their ids, torchvision's backbone, our own."""
+    with folder() as path:
+        task = detr.Task(detr_config(self_attention='softmax', cross_attention='softmax'))
+        state = {key: p + 1 for key, p in task.model.state_dict().items()}
+        torch.save(dict(model=state), path / 'whole.pth')
+        code, out, _, _ = run(*detr_tiny(path, '--init', path / 'whole.pth', '--max-iters', 0),
+                              script=detr)
+        assert code == 0 and 'fresh: none' in out and 'multihead_attn.in_proj_weight' in out
+        ckpt = weights(next((path / 'out').rglob('ckpt.pt')).parent)
+        assert all((p == state[key]).all() for key, p in ckpt.items())
+
+        coco = types.SimpleNamespace(ids=[1, 3, 90], classes=['person', 'car', 'toothbrush'])
+        head = torch.arange(92.0)
+        big = dict(state, **{'class_embed.bias': head,
+                             'class_embed.weight': head[:, None].repeat(1, 16)})
+        torch.save(dict(model=big), path / 'coco.pth')
+        run_quietly = contextlib.redirect_stdout(io.StringIO())
+        with run_quietly:
+            detr.load_weights(task.model, path / 'coco.pth', coco)
+        assert task.model.class_embed.bias.tolist() == [1, 3, 90, 91]
+        fresh = task.model.class_embed.bias.tolist()
+        coco.classes = ['cell', 'dish', 'lamp']  # other classes with the same ids: not these rows
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            detr.load_weights(task.model, path / 'coco.pth', coco)
+        assert task.model.class_embed.bias.tolist() == fresh and 'class_embed' in out.getvalue()
+
+        body = {key.removeprefix('backbone.0.body.'): p.clone() + 2
+                for key, p in detr.ResNet50().state_dict().items()}
+        body.update({'fc.weight': torch.zeros(1000, 2048),
+                     'bn1.num_batches_tracked': torch.tensor(1)})
+        torch.save(body, path / 'resnet50.pth')
+        net = detr.DETR(detr_config(backbone='resnet50'))
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            detr.load_weights(net, path / 'resnet50.pth', coco)
+        assert 'left out: none' in out.getvalue()
+        close(net.backbone[0]['body'].layer3[2].bn2.bias, body['layer3.2.bn2.bias'], 0)
+        (path / 'text.pth').write_text('no weights')
+        for bad in ('text.pth', 'missing.pth', 'other.pth'):
+            torch.save(dict(model={'x': torch.zeros(1)}), path / 'other.pth')
+            refuse(['--init', bad], *detr_tiny(path, '--init', path / bad), script=detr)
+
+def test_detr_recipe_without_its_files():
+    """The presets on an empty disk train the small model on drawn shapes, and say so."""
+    with folder() as path, contextlib.chdir(path) if hasattr(contextlib, 'chdir') else folder():
+        code, out, _, result = run('--preset', 't4', '--max-iters', 0, '--eval-iters', 1,
+                                   '--device', 'cpu', '--out-dir', path, script=detr)
+        assert code == 0 and 'small backbone' in out and 'prepare_data.py coco' in out
+    assert len(detr.Task(detr_config()).train) > 1000
+    for name, preset in detr.PRESETS.items():
+        detr.Config(**preset)
+
+def test_detr_compare_and_bench():
+    with folder() as path:
+        few = detr_tiny(path, '--max-iters', 2)
+        code, out, _, result = run('compare', '--table', 2, '--seeds', 0, *few, script=detr)
+        assert code == 0 and set(result['AP']) == set(detr.TABLES['2']) and 'AP50' in result
+        rows = [r for r in csv.DictReader(open(path / 'out/admm_detr/compare/compare.csv'))]
+        assert len(rows) == 3 * len(result)
+        with unittest.mock.patch.object(detr, 'SOLVER_SIZES', ((20, 3), (20, 6))):
+            code, out, _, result = run('bench', '--rounds', 2, *few, script=detr)
+        assert code == 0 and len(result['variants']) == 5
+        a, b = result['solvers']
+        assert a['recomputed MB'] == b['recomputed MB'] < a['admm MB'] < b['admm MB']
+
+def test_detr_bad_flags():
+    for words, *argv in (
+            (['--cross-attention', 'admm'], '--cross-attention', 'lasso'),
+            (['--dict', 'value'], '--dict', 'query'), (['--power', '5'], '--power', 2),
+            (['--relax'], '--relax', 2), (['--sparsity'], '--sparsity', 0),
+            (['--nheads'], '--nheads', 5), (['--stride'], '--stride', 7),
+            (['--data', 'prepare_data'], '--data', 'nowhere'),
+            (['--threshold'], 'detect', 'x.png', '--threshold', 2)):
+        refuse(words, *argv, script=detr)
+    with folder() as path:
+        refuse(['train first'], 'inspect', '--out-dir', path, script=detr)
+        assert not list(path.iterdir())
+
+# ------------------------------------ mask_distill.py ------------------------------------
+
+def mask_run(*argv, memory=False):
+    """Without the memory table, which takes longer than a tiny training."""
+    stub = contextlib.nullcontext() if memory else unittest.mock.patch.object(
+        mask, 'memory', lambda *_: {})
+    with stub:
+        return run(*argv, script=mask)
+
+def mask_config(**settings):
+    small = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=40, masks='window:4')
+    return mask.Config(**{**small, **settings})
+
+def mask_tiny(path, *more):
+    """Flags of a run that takes a second."""
+    if not (path / 'text.txt').exists():
+        (path / 'text.txt').write_text(TEXT)
+    return ['--preset', 'tiny', '--n-layer', 2, '--n-head', 2, '--n-embd', 16, '--block-size', 16,
+            '--masks', 'window:4+sinks:1', '--batch-size', 4, '--max-iters', 6, '--eval-interval',
+            3, '--eval-iters', 2, '--log-interval', 1, '--warmup-iters', 2, '--teacher-iters', 30,
+            '--teacher-lr', 0.03, '--device', 'cpu', '--data', path / 'text.txt', '--out-dir',
+            path / 'out', *more]
+
+def mask_teacher(seed=0, **settings):
+    """A GPT2 whose attention is far from uniform."""
+    net = mask.GPT2(mask_config(seed=seed, **settings))
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if p.dim() > 1:
+                p.mul_(30 if 'c_attn' in name else 5)
+    return net
+
+def mask_holds(masks, i, j):
+    """Which candidates hold the pair i, j <= i, by the words of the grammar -> list of bool."""
+    names = {'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4', 'first-all': 'first:1+all',
+             'windows': 'window:5+window:10+first:5'}
+    terms = [t.split(':') for t in '+'.join(names.get(t, t) for t in masks.split('+')).split('+')]
+    ends = [int(n) + (kind == 'offset') for kind, *(n,) in [t for t in terms if len(t) == 2]
+            if kind in ('window', 'offset')]
+    holds = {'all': lambda n: True, 'window': lambda n: i - j < n, 'offset': lambda n: i - j == n,
+             'first': lambda n: j < n, 'sinks': lambda n: j < n and i - j >= max(ends, default=1)}
+    return [holds[t[0]](int(t[-1]) if len(t) == 2 else 0) for t in terms]
+
+def slow_mask(reading, q, k, v, masks, c):
+    """The three readings, one pair of tokens at a time; c (nh, K) -> (B, nh, T, hs)."""
+    B, nh, T, hs = q.shape
+    out = torch.zeros_like(q)
+    for b, h, i in itertools.product(range(B), range(nh), range(T)):
+        e = [math.exp(sum(x * y for x, y in zip(q[b, h, i].tolist(), k[b, h, j].tolist()))
+                      / math.sqrt(hs)) for j in range(i + 1)]
+        held = [mask_holds(masks, i, j) for j in range(i + 1)]
+        coefficients = c[h].tolist()
+        if not any(all(mask_holds(masks, x, x)[m] for x in range(T)) for m in range(len(held[0]))):
+            coefficients.append(max(coefficients))  # the own token, where no mask surely holds it
+            held = [[*row, j == i] for j, row in enumerate(held)]
+        W = [sum(x for x, yes in zip(coefficients, row) if yes) for row in held]
+        if reading == 'renormalised':
+            p = [w * x for w, x in zip(W, e)]
+            p = [x / sum(p) for x in p]
+        elif reading == 'unnormalised':
+            p = [w * x / sum(e) for w, x in zip(W, e)]
+        else:
+            p = [0.0] * (i + 1)
+            for m, x in enumerate(coefficients):
+                total = sum(e[j] for j in range(i + 1) if held[j][m])
+                p = [a + x * e[j] * held[j][m] / total if total else a for j, a in enumerate(p)]
+        out[b, h, i] = sum(w * v[b, h, j] for j, w in enumerate(p))
+    return out
+
+MASKS = ['all', 'last5', 'windows', 'first-all', 'window:3', 'window:3+sinks:2', 'sinks:2',
+         'first:3', 'offset:2', 'offset:1+first:2', 'window:2+window:5+sinks:1']
+
+def test_mask_reference():
+    q, k, v = qkv(1, 2, 7, 3)
+    for masks, reading in itertools.product(MASKS, mask.READINGS):
+        K = len(mask.candidates(masks))
+        alpha = torch.linspace(-2, 1.5, 2 * K, dtype=torch.float64).view(2, K)
+        want = slow_mask(reading, q, k, v, masks, alpha.sigmoid())
+        close(mask.dense_attention(q, k, v, masks, mask.coefficients(alpha), reading), want, 1e-12)
+        if reading == 'renormalised' and 'all' not in masks:
+            for block in (0, 1, 2, 5, 16):
+                y = mask.blocked_attention(q, k, v, masks, mask.coefficients(alpha), block)
+                close(y, want, 1e-12)
+
+def test_mask_gradcheck():
+    for masks, reading in (('windows', 'renormalised'), ('last5', 'unnormalised'),
+                           ('windows', 'separate'), ('offset:1', 'renormalised')):
+        inputs = [t.requires_grad_() for t in qkv(1, 2, 6, 2)]
+        alpha = qkv(2, len(mask.candidates(masks)))[0].requires_grad_()
+        ways = [lambda q, k, v, a: mask.dense_attention(q, k, v, masks, mask.coefficients(a),
+                                                        reading)]
+        if reading == 'renormalised':
+            ways.append(lambda q, k, v, a: mask.blocked_attention(q, k, v, masks,
+                                                                  mask.coefficients(a), 4))
+        for f in ways:
+            assert torch.autograd.gradcheck(f, (*inputs, alpha))
+
+def test_mask_blocked_equals_dense():
+    """fp32 outputs to 1e-6, float64 gradients to 1e-12; any length, any mask, half precision."""
+    cases = [('window:64+sinks:4', 200), ('window:64+sinks:4', 30), ('window:33', 129),
+             ('last5', 70), ('windows', 41), ('window:1', 5), ('offset:7+first:2', 37),
+             ('window:8+window:16+sinks:3', 64), ('sinks:3', 9), ('window:64', 64)]
+    for (masks, T), heads in itertools.product(cases, (1, 3)):
+        alpha = qkv(heads, len(mask.candidates(masks)))[0]
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6),
+                                 (torch.bfloat16, 3e-2), (torch.float16, 3e-3)):
+            q, k, v = (t.requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype))
+            a = alpha.clone().requires_grad_()
+            g = qkv(2, 3, T, 8, dtype=dtype, seed=1)[0]
+            y, z = (f(q, k, v, masks, mask.coefficients(a))
+                    for f in (mask.dense_attention, mask.blocked_attention))
+            assert y.shape == z.shape and y.dtype == z.dtype == dtype
+            close(y.double(), z.double(), tolerance)
+            if dtype == torch.float64:
+                grads = [torch.autograd.grad(out, (q, k, v, a), g) for out in (y, z)]
+                for one, other in zip(*grads):
+                    close(one, other, 1e-12)
+
+def test_mask_neutral_settings():
+    """All of the mask: plain attention, whatever the coefficient; likewise a window of all."""
+    q, k, v = qkv(2, 3, 20, 4)
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for masks in ('all', 'window:20', 'window:50', 'window:15+sinks:6'):
+        close(mask.dense_attention(q, k, v, masks), plain, 1e-12)
+        if masks != 'all':
+            close(mask.blocked_attention(q, k, v, masks), plain, 1e-12)
+    c = torch.full((3, 1), 0.3, dtype=torch.float64).log()
+    close(mask.dense_attention(q, k, v, 'all', c), plain, 1e-12)
+    close(mask.dense_attention(q, k, v, 'all', c, 'unnormalised'), 0.3 * plain, 1e-12)
+    close(mask.dense_attention(q, k, v, 'all', c, 'separate'), 0.3 * plain, 1e-12)
+    teacher, idx = mask_teacher(), torch.arange(32).view(2, 16)
+    for masks in ('all', 'window:16', 'first-all'):
+        student = mask.substitute(teacher, mask_config(masks=masks, reading='renormalised'))
+        logits = teacher(idx)
+        (close if masks != 'first-all' else lambda a, b, _: None)(student(idx), logits, 1e-4)
+
+def test_mask_scale():
+    """c -> t c leaves the renormalised reading alone, and scales the other two."""
+    q, k, v = qkv(1, 2, 9, 4)
+    log_c = torch.tensor([[0.9, 0.5, 0.1], [0.2, 0.3, 0.4]], dtype=torch.float64).log()
+    for reading, scale in (('renormalised', 1.0), ('unnormalised', 0.25), ('separate', 0.25)):
+        y, z = (mask.dense_attention(q, k, v, 'windows', c, reading)
+                for c in (log_c, log_c + math.log(0.25)))
+        close(z, scale * y, 1e-12)
+    tiny_c = log_c - 200  # far below the smallest float32
+    close(mask.blocked_attention(q, k, v, 'windows', tiny_c.float()),
+          mask.dense_attention(q, k, v, 'windows', log_c), 1e-6)
+
+def test_mask_single_tokens_lose_their_softmax():
+    """Read separately, last5 is a convolution: queries and keys do not matter."""
+    q, k, v = qkv(1, 2, 9, 4)
+    c = torch.linspace(-1, 0, 5, dtype=torch.float64)[None]
+    y = mask.dense_attention(q, k, v, 'last5', c, 'separate')
+    close(y, mask.dense_attention(k, -q, v, 'last5', c, 'separate'), 1e-12)
+    close(y[:, :, 6], sum(c[0, m].exp() * v[:, :, 6 - m] for m in range(5)), 1e-12)
+
+def test_mask_no_empty_row():
+    """The own token is always there: rows add up to 1, no NaN, forward or backward."""
+    for masks, dtype in itertools.product(
+            ('offset:7', 'first:3', 'sinks:1', 'offset:3+offset:5'),
+            (torch.float32, torch.float16, torch.bfloat16)):
+        q, k, v = (t.requires_grad_() for t in qkv(1, 2, 12, 4, dtype=dtype, scale=30.0))
+        p = mask.attention_weights(q, k, masks)
+        close(p.float().sum(-1), torch.ones(1, 2, 12), 1e-2)
+        assert (p.diagonal(dim1=2, dim2=3) >= 0).all() and not p.triu(1).any()
+        for f in (mask.dense_attention, mask.blocked_attention):
+            y = f(q, k, v, masks)
+            assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (q, k, v)))
+        close(mask.dense_attention(q, k, v, masks)[:, :, 0].float(), v[:, :, 0].float(), 1e-2)
+    closed = mask.coefficients(torch.tensor([[-20.0, 3.0]]))  # the window of `window:3+first:1`
+    q, k, v = qkv(1, 2, 12, 4, dtype=torch.float32)
+    assert closed[0, 0] == -math.inf
+    for f in (mask.dense_attention, mask.blocked_attention):
+        close(f(q, k, v, 'window:3+first:1', closed), f(q, k, v, 'first:1'), 1e-6)
+    for alpha in (-200.0, 0.0, 200.0):
+        a = torch.full((1, 5), alpha, requires_grad=True)
+        y = mask.dense_attention(q, k, v, 'last5', mask.coefficients(a))
+        assert y.isfinite().all() and torch.autograd.grad(y.sum(), a)[0].isfinite().all()
+
+def test_mask_pairs():
+    """Every pair once in window:64+sinks:4: 0.460 of the pairs at 256 tokens; 0.039 in last5."""
+    masks = 'window:64+sinks:4'
+    held = [mask_holds(masks, i, j) for i in range(256) for j in range(i + 1)]
+    assert all(sum(row) < 2 for row in held)
+    shares = [sum(column) / len(held) for column in zip(*held)]
+    assert abs(sum(shares) - 0.460) < 5e-4
+    for alphas, want in (([torch.zeros(1, 2)] * 3, sum(shares)),
+                         ([torch.tensor([[0.0, -20.0], [0.0, 0.0]])], sum(shares) - shares[1] / 2)):
+        assert abs(mask.kept_pairs(alphas, masks, 256) - want) < 1e-6
+    assert abs(mask.kept_pairs([torch.zeros(1, 5)], 'last5', 256) - 0.0386) < 5e-4
+    own = mask.kept_pairs([torch.zeros(1, 1)], 'offset:1', 16)  # 15 pairs, and the own tokens
+    assert abs(own - 31 / 136) < 1e-6
+
+def test_mask_l1_and_budget():
+    """L1 pulls at the common scale of the coefficients, the budget does not."""
+    alphas = [torch.tensor([[0.3, -1.0, 2.0]], requires_grad=True) for _ in range(2)]
+    loss = mask.penalty(alphas, mask_config(masks='windows', l1=0.5))
+    close(loss, 2 * 0.5 * alphas[0].sigmoid().sum().item(), 1e-6)
+    assert all((g > 0).all() for g in torch.autograd.grad(loss, alphas))
+    loss = mask.penalty(alphas, mask_config(masks='windows', budget=0.3, budget_weight=3.0))
+    r = (alphas[0][0].sigmoid() / alphas[0].sigmoid().max()).tolist()
+    lost = [math.prod(1 - x * yes for x, yes in zip(r, mask_holds('windows', i, j)))
+            for i in range(16) for j in range(i + 1)]
+    kept = 1 - sum(lost) / len(lost)
+    assert kept > 0.4
+    close(loss, 3 * (kept - 0.3), 1e-5)
+    g = torch.autograd.grad(loss, alphas)[0][0]
+    assert (g[:2] > 0).all() and g[2] < 0  # the others against the largest
+    close((g / (1 - alphas[0][0].sigmoid())).sum(), 0.0, 1e-6)  # d / d log c: no common pull
+    for budget in (1.0, kept + 1e-3):
+        assert mask.penalty(alphas, mask_config(masks='windows', budget=budget)) == 0
+    many = [torch.cat([a, a]).detach() for a in alphas]  # heads alike: the same penalty
+    for settings in (dict(l1=0.5), dict(budget=0.2)):
+        c = mask_config(masks='windows', **settings)
+        close(mask.penalty(many, c), mask.penalty(alphas, c), 1e-6)
+
+def test_mask_first_and_all():
+    """The report's experiment: L1 lets both alphas fall, alpha_2 above alpha_1; the budget closes
+    the first token's mask and leaves the full one."""
+    with folder() as path:
+        flags = mask_tiny(path, '--masks', 'first-all', '--train', 'alphas', '--max-iters', 60,
+                          '--alpha-lr', 0.1, '--eval-interval', 30)
+        l1 = mask_run('inspect', *flags, '--l1', 0.1)[3]['rows']
+        budget = mask_run('inspect', *flags, '--budget', 1.0)[3]['rows']
+        early, late = ([r for r in l1 if r['iter'] == it] for it in (30, 60))
+        for a, b in zip(early, late):
+            assert 0.5 > a['first:1'] > b['first:1'] and 0.5 > a['all:0'] > b['all:0']
+        assert np.mean([r['all:0'] for r in late]) > np.mean([r['first:1'] for r in late])
+        late = [r for r in budget if r['iter'] == 60]
+        assert all(r['all:0'] > 0.4 and r['first:1'] < 0.2 for r in late), late
+
+# logits[1, -1, :4], their mean size, attentions[1, 0, 2, 23, :4], sum of squares: transformers
+MASK_GOLDEN = ([0.879413, 0.831994, -0.276339, -1.175988], 0.7578675150871277,
+               [0.003405, 1e-05, 2.9e-05, 1e-06], 181.0743408203125)
+
+def mask_golden_model():
+    net = mask.GPT2(mask_config(n_head=3, n_embd=24, block_size=24, vocab_size=61)).double()
+    fill(net.state_dict())
+    return net, (torch.arange(48) * 7919 % 61).view(2, 24)
+
+def test_mask_golden():
+    """Logits and attention weights as transformers' GPT2LMHeadModel gives them."""
+    logits, size, weights, squares = MASK_GOLDEN
+    net, idx = mask_golden_model()
+    watch = []
+    net.features(idx, watch=watch)
+    got = net(idx)
+    close(got[1, -1, :4], torch.tensor(logits), 1e-5)
+    close(got.abs().mean(), size, 1e-6)
+    maps = torch.stack(watch)
+    close(maps[1, 0, 2, 23, :4], torch.tensor(weights), 1e-6)
+    close(maps.square().sum(), squares, 1e-3)
+    for block in net.h:  # eager, as there, and the fused kernel agree
+        block.attn.how = 'dense'
+    close(net(idx), got, 1e-12)
+    keys = list(net.state_dict())
+    assert keys[:4] == ['wte.weight', 'wpe.weight', 'h.0.ln_1.weight', 'h.0.ln_1.bias']
+    assert net.h[0].attn.c_attn.weight.shape == (24, 72)  # (in, out)
+
+def safetensors(tensors, metadata=None, pad=0):
+    """Bytes of a safetensors file from {name: (dtype, array)}, without the script's help."""
+    header, data = {'__metadata__': metadata} if metadata else {}, b''
+    for name, (dtype, a) in tensors.items():
+        begin, data = len(data), data + a.tobytes()
+        header[name] = dict(dtype=dtype, shape=list(a.shape), data_offsets=[begin, len(data)])
+    head = json.dumps(header).encode() + b' ' * pad
+    return struct.pack('<Q', len(head)) + head + data
+
+def test_mask_safetensors():
+    """Written by hand, headers of any length (so data at odd places), all dtypes; and back."""
+    arrays = {'c': ('F64', np.array(3.25)), 'd': ('I64', np.array([[7]], '<i8')),
+              'a': ('F32', np.arange(6, dtype='<f4').reshape(2, 3)),
+              'none': ('F32', np.zeros((0, 3), '<f4')), 'b': ('F16', np.array([1.5, -2], '<f2')),
+              'e': ('U8', np.array([1, 2, 255], 'u1'))}
+    with folder() as path:
+        for pad in range(8):
+            (path / 'x.safetensors').write_bytes(safetensors(arrays, {'k': 'v'}, pad))
+            got = mask.read_safetensors(path / 'x.safetensors')
+            assert set(got) == set(arrays)
+            for name, (_, a) in arrays.items():
+                assert got[name].shape == a.shape and np.array_equal(got[name].numpy(), a)
+        order = {'v': torch.randn(2).double(), 'w': torch.randn(3, 5).bfloat16()}
+        mask.write_safetensors(path / 'y.safetensors', order, {'n': '1'})
+        back = mask.read_safetensors(path / 'y.safetensors')
+        assert all(torch.equal(back[name], t) for name, t in order.items())
+        _, metadata, _ = mask.read_header(path / 'y.safetensors')
+        assert metadata == {'n': '1'} and not (path / 'y.tmp').exists()
+
+def test_mask_bad_safetensors():
+    """One line that names the file, whatever is wrong with it."""
+    good = {'a': ('F32', np.ones((2, 2), '<f4')), 'b': ('F32', np.ones(3, '<f4'))}
+    whole = safetensors(good)
+    n = struct.unpack('<Q', whole[:8])[0]
+    def changed(edit, data=whole[8 + n:]):
+        header = json.loads(whole[8:8 + n])
+        edit(header)
+        head = json.dumps(header).encode()
+        return struct.pack('<Q', len(head)) + head + data
+    bad = {
+        'truncated': whole[:-1], 'longer': whole + b'\0', 'empty': b'', 'short': b'\1\2\3',
+        'huge': struct.pack('<Q', 2 ** 63) + whole[8:],
+        'beyond': struct.pack('<Q', len(whole)) + whole[8:],
+        'text': b'this is no safetensors file at all, is it?', 'zip': b'PK\3\4' + bytes(60),
+        'json': struct.pack('<Q', 5) + b'{"a":', 'list': struct.pack('<Q', 2) + b'[]',
+        'utf8': struct.pack('<Q', 2) + b'\xff\xfe', 'deep': struct.pack('<Q', 99999) + b'[' * 99999,
+        'overlap': changed(lambda h: h['b'].update(data_offsets=[8, 20])),
+        'gap': changed(lambda h: h['b'].update(data_offsets=[20, 32]), bytes(32)),
+        'backwards': changed(lambda h: h['b'].update(data_offsets=[28, 16])),
+        'dtype': changed(lambda h: h['a'].update(dtype='F8_E4M3')),
+        'size': changed(lambda h: h['a'].update(shape=[2, 3])),
+        'negative': changed(lambda h: h['a'].update(shape=[-2, -2])),
+        'words': changed(lambda h: h['a'].update(shape='22')),
+        'missing': changed(lambda h: h['a'].pop('shape')),
+        'number': changed(lambda h: h.update(a=3)),
+        'float': changed(lambda h: h['a'].update(data_offsets=[0.0, 16.0])),
+        'align': safetensors({'u': ('U8', np.ones(1, 'u1')), 'a': ('F32', np.ones(1, '<f4'))}),
+    }
+    with folder() as path:
+        for name, data in bad.items():
+            (path / name).write_bytes(data)
+            refuse([name, 'safetensors'], *mask_tiny(path, '--init', path / name), script=mask)
+        refuse(['safetensors', 'absent'], *mask_tiny(path, '--init', path / 'absent'), script=mask)
+        refuse([str(path)], *mask_tiny(path, '--init', path), script=mask)
+        (path / 'whole').write_bytes(whole)
+        refuse(['whole', 'GPT-2'], *mask_tiny(path, '--init', path / 'whole'), script=mask)
+        assert not (path / 'out').exists()
+
+def test_mask_load_gpt2():
+    """The hub's keys and those of transformers; buffers dropped; sizes from the file."""
+    net, idx = mask_golden_model()
+    state = {key: ('F32', p.float().numpy()) for key, p in net.state_dict().items()}
+    buffers = {f'h.{n}.attn.bias': ('F32', np.tril(np.ones((1, 1, 24, 24), '<f4')))
+               for n in range(2)}
+    buffers['h.0.attn.masked_bias'] = 'F32', np.array(-1e4, '<f4')
+    prefixed = {'transformer.' + key: value for key, value in state.items()}
+    with folder() as path:
+        for tensors, metadata in (({**state, **buffers}, None), (prefixed, {'format': 'pt'}),
+                                  ({**prefixed, 'lm_head.weight': state['wte.weight']}, None),
+                                  (state, {'n_head': '3'})):
+            (path / 'gpt2').write_bytes(safetensors(tensors, metadata))
+            n_head = 0 if metadata and 'n_head' in metadata else 3
+            got = mask.load_gpt2(path / 'gpt2', n_head)
+            c = got.config
+            assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) == (2, 3, 24, 24, 61)
+            close(got(idx), net(idx), 1e-5)
+        wide = mask.GPT2(mask_config(n_layer=1, n_embd=128, n_head=2))
+        mask.write_safetensors(path / 'wide', wide.state_dict(), {})
+        assert mask.load_gpt2(path / 'wide').config.n_head == 2  # heads of 64
+        for drop, add, words in (('h.1.mlp.c_fc.bias', {}, 'c_fc.bias'), ('wte.weight', {}, 'wte'),
+                                 ('', {'extra': state['ln_f.bias']}, 'extra')):
+            broken = {key: value for key, value in {**state, **add}.items() if key != drop}
+            (path / 'gpt2').write_bytes(safetensors(broken, {'n_head': '3'}))
+            refuse(['GPT-2', words], *mask_tiny(path, '--init', path / 'gpt2'), script=mask)
+        for metadata in (None, {'n_head': '5'}, {'n_head': 'three'}):
+            (path / 'gpt2').write_bytes(safetensors(state, metadata))
+            refuse(['gpt2', 'GPT-2'], *mask_tiny(path, '--init', path / 'gpt2'), script=mask)
+        (path / 'gpt2').write_bytes(safetensors(state, {'n_head': '3'}))
+        refuse(['61 tokens'], *mask_tiny(path, '--init', path / 'gpt2'), script=mask)
+
+def test_mask_initialisation():
+    """Parameters that variants share are the same, and depend on the seed."""
+    a, b, c = mask_teacher(), mask_teacher(n_layer=3), mask_teacher(seed=1)
+    assert torch.equal(a.h[1].attn.c_attn.weight, b.h[1].attn.c_attn.weight)
+    assert not torch.equal(a.wte.weight, c.wte.weight)
+
+def test_mask_substitute():
+    """The student is the teacher with masks; what is not trained is shared, and stays."""
+    teacher = mask_teacher().requires_grad_(False)
+    for train, names in (('alphas', {'alpha'}), ('attention', {'alpha', 'weight', 'bias'})):
+        for per_head in (False, True):
+            c = mask_config(masks='windows', train=train, per_head=per_head)
+            student = mask.substitute(teacher, c)
+            trained = [n for n, p in student.named_parameters() if p.requires_grad]
+            assert {n.split('.')[-1] for n in trained} == names
+            assert all('.attn.' in n for n in trained)
+            assert student.h[0].attn.alpha.shape == (2 if per_head else 1, 3)
+            assert student.wte.weight is teacher.wte.weight
+            assert student.h[0].attn.c_attn.weight is not teacher.h[0].attn.c_attn.weight
+        assert teacher.h[0].attn.alpha is None and teacher.h[0].attn.masks == 'all'
+
+def test_mask_kl():
+    """KL(teacher || student) by the formula; in pieces, the same; not the other way round."""
+    x, y, w = (t[0, 0].requires_grad_() for t in qkv(1, 1, 11, 6))
+    p, q = (y @ w.T).softmax(-1), (x @ w.T).softmax(-1)
+    want = (p * (p / q).log()).sum(-1)
+    close(mask.token_kl(x, y, w), want, 1e-5)
+    with unittest.mock.patch.object(mask, 'LOGITS', 30):
+        close(mask.token_kl(x, y, w), want, 1e-5)
+        grads = [torch.autograd.grad(t.mean(), (x, w), retain_graph=True)
+                 for t in (mask.token_kl(x, y, w), want)]
+        for a, b in zip(*grads):
+            close(a, b, 1e-5)
+    assert (mask.token_kl(y, x, w) - want).abs().max() > 1e-3
+    assert mask.token_kl(x, x, w).abs().max() < 1e-6
+
+def test_mask_cache():
+    """With a cache each token costs one step, and the student's has a constant size."""
+    teacher = mask_teacher(block_size=40)
+    idx = torch.arange(3)[None].repeat(2, 1)
+    for masks in ('all', 'window:4+sinks:2', 'last5', 'windows', 'offset:3', 'first:2'):
+        model = mask.substitute(teacher, mask_config(masks=masks)).eval()
+        out, sizes = model.generate(idx, 30, temperature=0)
+        for t in range(3, 33):  # every token by a pass over all before it
+            assert torch.equal(model(out[:, :t])[:, -1].argmax(-1), out[:, t]), (masks, t)
+        if masks == 'all':
+            assert sizes[-1] > 5 * sizes[0]
+        else:
+            reach, s = mask.extent(masks)
+            assert max(sizes) == sizes[-1] == 2 * 2 * 2 * 16 * 4 * (reach - 1 + s)
+    plain, _ = teacher.generate(idx, 30, temperature=0)
+    assert torch.equal(plain[:, -1], teacher(plain[:, :-1])[:, -1].argmax(-1))
+    long, _ = teacher.generate(idx, 60, temperature=0)  # past the positions: begun afresh
+    assert long.shape == (2, 63)
+    torch.manual_seed(0)
+    only, _ = teacher.generate(idx, 20, temperature=5.0, top_k=1)
+    assert torch.equal(only, plain[:, :23])
+
+class MaskStub(mask.Task):
+    """A task without data files."""
+
+    def __init__(self, config, teacher):
+        self.config, self.teacher, self.device = config, teacher, torch.device('cpu')
+        tokens = (np.arange(4000) ** 2 // 7 % 40).astype(np.uint16)
+        self.text = mask.SimpleNamespace(train=tokens, val=tokens[:900])
+        self.model, self.per_row = mask.substitute(teacher, config), config.block_size
+        self.prepare_windows()
+
+def test_mask_fidelity():
+    """All figures of the report once more, written out in the plainest way."""
+    teacher = mask_teacher().requires_grad_(False)
+    c = mask_config(masks='window:3+sinks:1', batch_size=3, eval_iters=2)
+    task = MaskStub(c, teacher)
+    got = mask.fidelity(task, task.model)
+    kl, right, same_, squares, tv, ppl, n = 0.0, [0, 0], 0, 0.0, [0.0, 0.0], 0.0, 0
+    cosines, batches = [], list(task.validation(3))
+    assert len(task.val_starts) == 6 and len(batches) == 2
+    for x, y in batches:
+        gradients = []
+        for net in (teacher, task.model):
+            params = [p for b in net.h for m in (b.attn.c_attn, b.attn.c_proj)
+                      for p in (m.weight, m.bias)]
+            for p in params:
+                p.requires_grad_(True)
+            loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
+            if net is teacher:
+                teacher.requires_grad_(False)
+        cosines.append(F.cosine_similarity(*gradients, dim=0).item())
+        with torch.no_grad():
+            p, q = teacher(x).softmax(-1), task.model(x).softmax(-1)
+            maps = ([], [])
+            teacher.features(x, watch=maps[0]), task.model.features(x, watch=maps[1])
+        for b, t in itertools.product(range(3), range(16)):
+            kl += sum(u * math.log(u / w) for u, w in zip(p[b, t].tolist(), q[b, t].tolist()))
+            best = p[b, t].argmax().item(), q[b, t].argmax().item()
+            right = [r + (m == y[b, t].item()) for r, m in zip(right, best)]
+            same_ += best[0] == best[1]
+            ppl += math.log(p[b, t, y[b, t]] / q[b, t, y[b, t]])
+            n += 1
+            for layer, h in itertools.product(range(2), range(2)):
+                gaps = [(maps[0][layer][b, h, t, j] - maps[1][layer][b, h, t, j]).item()
+                        for j in range(t + 1)]
+                squares += sum(g * g for g in gaps)
+                tv[layer] += sum(map(abs, gaps)) / 2
+    want = dict(accuracy=right[1] / max(1, right[0]), mse=squares / (6 * 2 * 2 * (16 * 17 / 2)),
+                cosine=np.mean(cosines), kl=kl / n, tv=sum(tv) / (n * 4), worst=max(tv) / (n * 2),
+                agreement=same_ / n, ppl=math.exp(ppl / n), kept=sum(
+                    any(mask_holds(c.masks, i, j)) for i in range(16) for j in range(i + 1)) / 136)
+    for key, value in want.items():
+        assert abs(got[key] - value) < 1e-5 * max(1, abs(value)), (key, got[key], value)
+    assert want['kl'] > 1e-3 and want['cosine'] < 0.999
+    same_figures = mask.fidelity(task, mask.substitute(teacher, mask_config(masks='window:16')))
+    assert same_figures['accuracy'] == 1 and same_figures['mse'] < 1e-12
+    assert same_figures['cosine'] > 1 - 1e-6 and abs(same_figures['kl']) < 1e-6
+    assert mask.verdict('kl', 1e-3).endswith('PASS') and mask.verdict('kl', 2e-3).endswith('FAIL')
+    assert mask.verdict('cosine', 0.95).endswith('PASS')
+    assert mask.verdict('accuracy', 0.94).endswith('FAIL')
+
+def test_mask_memory():
+    """What peak() says is what is allocated; blocks need far less than eager attention."""
+    cpu = torch.device('cpu')
+    def f():
+        a = torch.zeros(1000, 1000)
+        del a
+        b = torch.zeros(500, 1000)
+        return b + 1
+    assert 4_000_000 <= mask.peak(f, cpu) < 4_001_000
+    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4', vocab_size=50)
+    sizes = {way: mask.peak(mask.operation(c, 1024, way, cpu), cpu)
+             for way in ('eager', 'sdpa', 'masks')}
+    assert sizes['eager'] > 2 * 4 * 1024 * 1024 * 4
+    assert sizes['masks'] < 0.3 * sizes['eager'] and sizes['sdpa'] < 0.3 * sizes['eager']
+    rows = mask.memory(c, 512, cpu)
+    assert list(rows)[-2:] == ['training step', 'with AdamW'] and len(rows) == 6
+    parameters = sum(p.numel() for p in mask.GPT2(mask_config(
+        n_head=4, n_embd=64, vocab_size=50, block_size=512)).parameters())
+    assert all(size > 4 * parameters for size in rows['inference, last logits'].values())
+    for way in sizes:  # AdamW keeps two more copies
+        extra = rows['with AdamW'][way] - rows['training step'][way]
+        assert 7.9 * parameters < extra < 14 * parameters, (extra, parameters)
+
+def test_mask_training():
+    """Distillation lowers the KL and moves only what it may."""
+    with folder() as path:
+        before = mask_run(*mask_tiny(path, '--max-iters', 0))[3]
+        flags = mask_tiny(path, '--max-iters', 40, '--learning-rate', 0.003, '--masks', 'window:1')
+        code, out, err, result = mask_run(*flags, memory=True)
+        assert code == 0, err
+        assert result['log'][-1]['val_kl'] < 0.7 * result['log'][0]['val_kl']
+        assert out.count('PASS') + out.count('FAIL') == 2 * 4 + 6 * 2
+        assert out.count('prompt ') == 2 and 'edge cases' in out
+        assert abs(result['kl'] - result['val_kl']) < 1e-6
+        a, b = weights(before['folder']), weights(result['folder'])
+        moved = {k for k in b if not (k.endswith('alpha') or torch.equal(a[k], b[k]))}
+        assert moved == {f'h.{n}.attn.{m}.{p}' for n in range(2) for m in ('c_attn', 'c_proj')
+                         for p in ('weight', 'bias')}
+        result = mask_run(*flags, '--train', 'alphas', '--masks', 'windows')[3]
+        b = weights(result['folder'])
+        assert all(torch.equal(a[k], b[k]) for k in a if not k.endswith('alpha'))
+        assert all(b[k].abs().max() > 1e-3 for k in b if k.endswith('alpha'))
+        for row in csv.DictReader(open(result['folder'] / 'report.csv', newline='')):
+            assert set(row) >= {'case', *mask.CRITERIA, *mask.BESIDE}
+
+def test_mask_teacher_is_cached():
+    """Trained once; another setting, another teacher; interrupted, it goes on."""
+    with folder() as path:
+        teachers = lambda: sorted((path / 'out' / 'mask_distill').glob('teacher-*'))
+        flags = mask_tiny(path, '--max-iters', 1)
+        code, out, _, _ = mask_run(*flags)
+        assert 'teacher: step 30/30' in out and len(teachers()) == 1
+        code, out, _, _ = mask_run(*flags, '--masks', 'last5', '--lr', 1e-3, '--l1', 0.1)
+        assert 'teacher: step' not in out and 'found' in out and len(teachers()) == 1
+        for n, more in enumerate((('--seed', 2), ('--teacher-iters', 5), ('--n-layer', 1))):
+            mask_run(*flags, *more)
+            assert len(teachers()) == 2 + n
+        batch, left = mask.Pretraining.batch, [signal.SIGINT]
+        def interrupt(self, it, rows):
+            while it == 10 and left:
+                mask.os.kill(mask.os.getpid(), left.pop())
+            return batch(self, it, rows)
+        with unittest.mock.patch.object(mask.Pretraining, 'batch', interrupt), \
+                unittest.mock.patch.object(mask.inspect, 'getsource', lambda f: 'the same'):
+            code, out, _, _ = mask_run(*flags, '--out-dir', path / 'two')
+            assert code == 130
+            code, out, _, _ = mask_run(*flags, '--out-dir', path / 'two')
+            mask_run(*flags, '--out-dir', path / 'three')
+        assert code == 0 and 'teacher: step 20/30' not in out
+        two, three = (weights(next((path / n / 'mask_distill').glob('teacher-*')))
+                      for n in ('two', 'three'))
+        assert same(two, three)
+
+def test_mask_resume_bit_for_bit():
+    with folder() as path:
+        flags = mask_tiny(path, '--grad-accum-steps', 2, '--max-iters', 9, '--log-interval', 3,
+                          '--samples', 20)
+        whole = mask_run(*flags)[3]
+        batch, left = mask.Task.batch, [signal.SIGTERM]
+        def interrupt(self, it, rows):
+            while it == 4 and left and type(self) is mask.Task:
+                mask.os.kill(mask.os.getpid(), left.pop())
+            return batch(self, it, rows)
+        with unittest.mock.patch.object(mask.Task, 'batch', interrupt):
+            code, out, _, _ = mask_run(*flags, '--out-dir', path / 'part')
+        assert code == 128 + signal.SIGTERM and '--resume' in out
+        code, out, err, part = mask_run(*flags, '--out-dir', path / 'part', '--resume')
+        assert code == 0 and 'resumed' in out, err
+        assert same(weights(whole['folder']), weights(part['folder']))
+
+def test_mask_batches():
+    """Batches follow from seed and step; with --samples they are of so many windows."""
+    task = MaskStub(mask_config(samples=3, batch_size=8), mask_teacher())
+    seen = {tuple(row.tolist()) for step in range(20) for row in task.batch(step, range(8))[0]}
+    assert len(seen) == 3
+    whole, parts = task.batch(5, range(8))[0], [task.batch(5, [n])[0] for n in range(8)]
+    assert torch.equal(whole, torch.cat(parts))
+    x, y = task.batch(0, [0])
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+def test_mask_actions():
+    with folder() as path:
+        flags = mask_tiny(path)
+        result = mask_run(*flags)[3]
+        out_dir = ['--out-dir', path / 'out', '--device', 'cpu', '--threads', 1]
+        code, out, err, found = mask_run('report', '--lengths', '64,128', '--length', 64, *out_dir)
+        assert code == 0 and set(found) == {'rows', 'edge', 'memory', 'times', 'exponents'}, err
+        assert out.count('PASS') + out.count('FAIL') == 2 * 4
+        assert found['rows']['trained attention']['kl'] == result['kl']
+        assert set(found['rows']) == {'mask only', 'trained attention'}
+        assert all(math.isfinite(kl) for kl in found['edge'].values())
+        assert set(found['exponents']) == {'eager', 'sdpa', 'masks'}
+        code, out, err, rows = mask_run('report', *flags, '--over', 'masks=last5,window:8')
+        assert code == 0 and list(rows) == ['last5', 'window:8'], err
+        assert rows['window:8']['kept'] > rows['last5']['kept']
+        out = mask_run('report', *flags, '--over', 'masks=last5,window:8')[1]
+        assert out.count('found') >= 2 and 'window:8: step' not in out
+        code, out, err, texts = mask_run('sample', *out_dir, '--max-new-tokens', 12)
+        assert code == 0 and len(texts['samples']) == 7 and out.count('cache') == 14, err
+        texts = [mask_run('sample', *out_dir, '--prompt', 'the quick', '--max-new-tokens', 30,
+                          '--temperature', 0)[3]['samples'] for _ in range(2)]
+        assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[0][0][0] == 'the quick'
+        code, out, err, result = mask_run('inspect', *flags, '--masks', 'windows')
+        names = {'iter', 'layer', 'window:5', 'window:10', 'first:5'}
+        assert code == 0 and all(set(row) == names for row in result['rows']), err
+        assert [r['iter'] for r in result['rows']] == [0, 0, 3, 3, 6, 6] and 'head 1' in out
+        assert result['rows'][0]['window:5'] == 0.5 != result['rows'][-1]['window:5']
+        code, out, err, sizes = mask_run('scaling', *flags, '--lengths', '32,64')
+        assert code == 0 and set(sizes['memory']) == {32, 64}, err
+        code, out, err, _ = mask_run('teacher', *flags, '--save', path / 't.safetensors')
+        assert code == 0 and 'found' in out, err
+        again = mask_run(*flags, '--init', path / 't.safetensors')[3]
+        assert again['val_kl'] == mask_run(*flags)[3]['val_kl']
+        code, out, err, rows = mask_run('compare', *flags, '--seeds', 0, '--over',
+                                        'reading=renormalised,unnormalised,separate')
+        assert code == 0 and 'separate' in out, err
+        code, out, err, rows = mask_run('bench', *flags, '--rounds', 2, '--over',
+                                        'execution=dense,blocked')
+        assert code == 0 and set(rows) == {'dense', 'blocked'}, err
+
+def test_mask_bad_flags():
+    with folder() as path:
+        flags = mask_tiny(path)
+        for words, *bad in (
+                (['--masks', 'nonsense'], '--masks', 'nonsense'), (['--masks'], '--masks', ''),
+                (['--masks'], '--masks', 'window'), (['--masks'], '--masks', 'window:0'),
+                (['--masks'], '--masks', 'window:-3'), (['--masks'], '--masks', 'all:3'),
+                (['--masks'], '--masks', 'window:4+'), (['--masks'], '--masks', 'sinks:1e3'),
+                (['--reading'], '--reading', 'other'), (['--train'], '--train', 'all'),
+                (['--execution', 'all'], '--execution', 'blocked', '--masks', 'first-all'),
+                (['--execution'], '--execution', 'blocked', '--reading', 'separate'),
+                (['--l1'], '--l1', -1), (['--budget'], '--budget', 1.5),
+                (['--n-head'], '--n-head', 3), (['--samples'], '--samples', -1)):
+            refuse(words, *flags, *bad, script=mask)
+        for words, *argv in (
+                (['--lengths'], 'scaling', '--lengths', 'a,b'),
+                (['--max-new-tokens'], 'sample', '--max-new-tokens', 0),
+                (['--prompt'], 'sample', '--prompt', ''), (['no run'], 'sample'),
+                (['no run'], 'report'), (['--over'], 'report', '--over', 'masks=oops')):
+            refuse(words, *argv, *flags, script=mask)
+        assert not list(path.glob('out/mask_distill/*s1337*'))
+
+def test_mask_flags_and_presets():
+    flags = mask.flags()
+    assert set(flags) == {f.name for f in mask.fields(mask.Config)}
+    assert all(len(words) > 3 for *_, words in flags.values())
+    for preset in mask.PRESETS.values():
+        mask.Config(**preset)
+    for rows in mask.TABLES.values():
+        for row in rows.values():
+            mask.Config(**row)
+    c = mask.Config(**mask.PRESETS['report004'])
+    assert (c.masks, c.samples, c.block_size, c.data) == ('last5', 1000, 512, 'wikitext-2')
+    assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0
+    assert len(mask.candidates('last5')) == 5 and mask.extent('last5') == (5, 0)
+    assert mask.candidates('windows') == [('window', 5), ('window', 10), ('first', 5)]
+    code, out, _, _ = mask_run('--help')
+    assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
+
+def test_mask_cuda():
+    """Blocked equals dense on a GPU, and a run there passes through."""
+    if not torch.cuda.is_available():
+        return print('    skipped: no GPU')
+    q, k, v = (t.cuda() for t in qkv(2, 3, 200, 16, dtype=torch.float32))
+    close(mask.blocked_attention(q, k, v, 'window:64+sinks:4'),
+          mask.dense_attention(q, k, v, 'window:64+sinks:4'), 1e-5)
+    with folder() as path:
+        code, _, err, result = mask_run(*mask_tiny(path, '--device', 'cuda'))
+        assert code == 0 and math.isfinite(result['val_kl']), err
 
 # ------------------------------------ prepare_data.py ------------------------------------
 
