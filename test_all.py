@@ -3629,7 +3629,8 @@ def test_mask_memory():
              for way in ('eager', 'sdpa', 'masks')}
     assert sizes['eager'] > 2 * 4 * 1024 * 1024 * 4
     assert sizes['masks'] < 0.3 * sizes['eager'] and sizes['sdpa'] < 0.3 * sizes['eager']
-    rows = mask.memory(c, 512, cpu)
+    with contextlib.redirect_stdout(io.StringIO()):
+        rows = mask.memory(c, 512, cpu)
     assert list(rows)[-2:] == ['training step', 'with AdamW'] and len(rows) == 6
     parameters = sum(p.numel() for p in mask.GPT2(mask_config(
         n_head=4, n_embd=64, vocab_size=50, block_size=512)).parameters())
@@ -3797,7 +3798,7 @@ def test_mask_flags_and_presets():
 def test_mask_cuda():
     """Blocked equals dense on a GPU, and a run there passes through."""
     if not torch.cuda.is_available():
-        return print('    skipped: no GPU')
+        raise unittest.SkipTest('no GPU')
     q, k, v = (t.cuda() for t in qkv(2, 3, 200, 16, dtype=torch.float32))
     close(mask.blocked_attention(q, k, v, 'window:64+sinks:4'),
           mask.dense_attention(q, k, v, 'window:64+sinks:4'), 1e-5)
