@@ -1719,7 +1719,7 @@ def compare(options, config, given):
                  str(pick_device(c)), Path(__file__).read_text('utf-8'),
                  Path(c.init).stat().st_mtime if c.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-        folder = base / f'{re.sub("[^a-z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
+        folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
         found = (folder / 'ckpt.pt').exists()
         state = load_checkpoint(folder / 'ckpt.pt') if found else None
