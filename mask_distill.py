@@ -1335,7 +1335,8 @@ def inspect_masks(options, config, given):
     runs, many = {}, options['table'] or options['over']
     for name, c in cases_of(options, config).items() if many else [('', config)]:
         task, folder, _ = start(c, given)
-        seen, evaluate, names = [], task.evaluate, ['%s:%d' % t for t in candidates(c.masks)]
+        seen, evaluate = [], task.evaluate
+        names = [kind if kind == 'all' else f'{kind}:{n}' for kind, n in candidates(c.masks)]
         task.evaluate = lambda: seen.append([a.sigmoid().mean(0).tolist() for a in
                                              task.model.alphas()]) or evaluate()
         result = fit(task, task.config, folder, label=f'{name}: ' * bool(name))
@@ -1343,7 +1344,7 @@ def inspect_masks(options, config, given):
         rows = [dict(iter=step, layer=layer, **dict(zip(names, c_k)))
                 for step, layers in zip(steps, seen) for layer, c_k in enumerate(layers)]
         write_csv(folder / 'inspect.csv', rows)
-        panels = [(f'layer {layer}', 'step', {
+        panels = [(f'coefficients in layer {layer}', 'step', {
             n: points([r for r in rows if r['layer'] == layer], 'iter', n) for n in names})
             for layer in range(task.config.n_layer)]
         files = draw(folder / 'inspect.png', panels)
