@@ -4292,7 +4292,8 @@ def soak_kills(n=50):
             kills, steps = 0, set()
             for seed in itertools.count():
                 clock = time.time()
-                common = [*map(str, flags), '--max-iters', '800', '--seed', str(seed)]
+                common = [*map(str, flags), '--max-iters', '400', '--eval-interval', '10',
+                          '--seed', str(seed)]
                 whole, part = (path / f'{script.SCRIPT}-{seed}-{name}' for name in ('a', 'b'))
                 code, err = ended(*forked(script.main, [*common, '--out-dir', str(whole)]))
                 assert code == 0, err
@@ -4306,11 +4307,11 @@ def soak_kills(n=50):
                     code, err = ended(*child)
                     assert code in (0, -signal.SIGKILL) and not err, (code, err)
                     kills += code != 0
-                    for found in part.rglob('ckpt.pt'):
+                    for found in part.glob('*/*-s[0-9]*/ckpt.pt'):
                         steps.add(script.load_checkpoint(found)['progress'][0])
-                a, b = (script.load_checkpoint(next(base.rglob('ckpt.pt')))
+                a, b = (script.load_checkpoint(next(base.glob('*/*-s[0-9]*/ckpt.pt')))
                         for base in (whole, part))
-                assert same(a['model'], b['model']) and a['progress'][0] == b['progress'][0] == 800
+                assert same(a['model'], b['model']) and a['progress'][0] == b['progress'][0] == 400
                 if kills == n:
                     break
             print(f'  {script.SCRIPT}: {kills} kills in {seed + 1} runs, {len(steps)} different '
@@ -4348,7 +4349,7 @@ def soak_full_disk(n=10):
         for script, flags in small_runs(path).items():
             flags = [str(f) for f in (*flags, '--max-iters', 10)]
             assert ended(*forked(script.main, flags))[0] == 0
-            checkpoint = next((path / 'out' / script.SCRIPT).rglob('ckpt.pt'))
+            checkpoint = next((path / 'out' / script.SCRIPT).glob('*-s[0-9]*/ckpt.pt'))
             for limit in np.linspace(0, checkpoint.stat().st_size - 1, n).astype(int):
                 code, err = ended(*forked(limited, script, [
                     *flags, '--resume', '--max-iters', '20'], int(limit)))
