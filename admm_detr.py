@@ -1474,12 +1474,13 @@ def start(config, given, resume=None):
     c, (device, dtype, why) = task.config, pick_device(config)
     formulas = [ATTENTION[name].__doc__.split('  ')[0].rstrip('.')
                 for name in (c.self_attention, c.cross_attention)]
+    source = 'drawn shapes' if c.data == 'builtin' else c.data
     print(f'model   {c.variant}\n'
           f'        self-attention of the decoder: {formulas[0]}\n'
           f'        its cross-attention: {formulas[1]}\n'
           f'        {c.backbone} backbone, {c.enc_layers} + {c.dec_layers} layers, {c.hidden_dim} '
           f'wide, {c.num_queries} queries, {count(task.model):,} parameters\n'
-          f'data    {c.data}: {len(task.train):,} images of {len(task.train.classes)} classes, '
+          f'data    {source}: {len(task.train):,} images of {len(task.train.classes)} classes, '
           f'{len(task.val):,} for validation\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
           f'run     {folder}' + ', resumed' * bool(state))
