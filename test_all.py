@@ -1353,6 +1353,17 @@ def test_vit_position_resize():
     out = out.view(8, 8)
     close(out, out[:1].expand(8, 8), 1e-5)
     assert (out[0].diff() > 0).all() and abs(out.mean() - 1.5) < 1e-5
+    def cubic(x, a=-0.75):  # the convolution kernel of bicubic interpolation
+        x = abs(x)
+        return ((a + 2) * x ** 3 - (a + 3) * x ** 2 + 1 if x <= 1
+                else a * (x ** 3 - 5 * x ** 2 + 8 * x - 4) if x < 2 else 0.0)
+    W = torch.zeros(7, 4)
+    for o in range(7):
+        at = (o + 0.5) * 4 / 7 - 0.5
+        for i in range(math.floor(at) - 1, math.floor(at) + 3):
+            W[o, min(max(i, 0), 3)] += cubic(at - i)
+    out = vit.resize_positions(pos, (7, 7))[0, 1:].T.reshape(3, 7, 7)
+    close(out, W.double() @ pos[0, 1:].T.reshape(3, 4, 4) @ W.double().T, 1e-5)
     for model in vit.MODELS:
         net = vit_model(model=model).double().eval()
         for size in ((4, 4), (8, 8), (16, 24), (12, 4)):
