@@ -1156,7 +1156,7 @@ def fit(task, config, folder, state=None, label=''):
 
 class Task:
     """Object detection as the harness sees it."""
-    unit, per_row, metrics = 'images', 1, ('AP', 'AP50', 'AP75', 'APs', 'APm', 'APl')
+    unit, per_row, metrics = 'images', 1, ['AP', 'AP50']
 
     def __init__(self, config, resumed=False):
         config = without_files(config)
@@ -1499,7 +1499,8 @@ def report(task, folder, result):
              (('training', 'loss'), ('validation', 'val_loss'))}
     values = [y for _, y in lines['training'] or lines['validation']]
     print(f'loss    {sparkline(values)} {values[0]:.2f} to {values[-1]:.2f}')
-    print('result  ' + ', '.join(f'{key} {task.coco[key]:.3f}' for key in Task.metrics))
+    print('result  ' + ', '.join(f'{key} {value:.3f}' for key, value in task.coco.items()
+                                 if key[:2] == 'AP' and value >= 0))
     files = draw(folder / 'curves.png', [
         ('loss', 'step', lines),
         ('average precision', 'step', {key: points(log, 'iter', key) for key in ('AP', 'AP50')}),
