@@ -1062,8 +1062,13 @@ def test_two_processes():
                 assert done.returncode == 0, done.stderr[-2000:]
                 assert done.stdout.count('files   ') == 1, done.stdout
             two, = (path / 'two' / script.SCRIPT).glob('*-s1337')
-            for key, p in weights(one['folder']).items():  # AdamW enlarges what rounding leaves
-                close(p, weights(two)[key], 2e-5 if script in (gpt, vit) else 3e-4)
+            for key, p in weights(one['folder']).items():  # AdamW may enlarge a rounding error to
+                gap = (p - weights(two)[key]).abs()        # a whole step of an entry, but of few
+                assert gap.mean() < 2e-5 and gap.max() < 2e-3, (script.SCRIPT, key, gap.max())
+            with open(two / 'log.csv', newline='') as f:
+                losses = [float(row['loss']) for row in csv.DictReader(f) if row['loss']]
+            want = [row['loss'] for row in one['log'] if row['loss']]
+            assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 2e-4, losses
 
 def test_cuda():
     """Every variant on the GPU agrees with the CPU, in its default precision and under compile."""
