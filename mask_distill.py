@@ -726,7 +726,7 @@ def parse(argv, actions):
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
         words = f'{words} {condition and f"({condition})"} [{default}]'
         p.add_argument('--' + name.replace('_', '-'), *['--lr'] * (name == 'learning_rate'),
-                       default=argparse.SUPPRESS, help=words, **how)
+                       default=argparse.SUPPRESS, help=words.replace('%', '%%'), **how)
     chosen = vars(p.parse_args(argv))
     given = {name: chosen.pop(name) for name in flags() if name in chosen}
     try:

@@ -551,13 +551,16 @@ def test_commands_in_the_texts():
     assert len(seen) > 40, len(seen)
 
 def test_flags_have_help():
-    flags = gpt.flags()
-    assert set(flags) == {f.name for f in dataclasses.fields(gpt.Config)}
-    assert all(len(words) > 3 for *_, words in flags.values())
-    for preset in gpt.PRESETS.values():
-        gpt.Config(**preset)
-    code, out, _, _ = run('--help')
-    assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
+    """Every field is a flag with help, and every preset and row of a table is a valid Config."""
+    for script in (gpt, vit, detr, mask):
+        flags = script.flags()
+        assert set(flags) == {f.name for f in dataclasses.fields(script.Config)}
+        assert all(len(words) > 3 for *_, words in flags.values())
+        for settings in (*script.PRESETS.values(), *itertools.chain.from_iterable(
+                rows.values() for rows in script.TABLES.values())):
+            script.Config(**settings)
+        code, out, _, _ = run('--help', script=script)
+        assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
 
 def test_schedules():
     c = config(learning_rate=6e-4, min_lr=6e-5, warmup_iters=10, max_iters=110)
@@ -1139,11 +1142,14 @@ def vit_method(name, q, k, v, gamma=None, zero_diag=False):
 
 # ------------------------------------ the papers' method ------------------------------------
 
-def test_vit_same_method():
-    """The functions that both scripts have are the same text."""
-    for name in ('inner', 'ratio', 'orthogonal', 'softmax', 'attentionx', 'attentionx_v1', 'belief',
-                 'belief_head', 'belief_star', 'softmax_scaled', 'value_skip', 'default_gamma'):
-        assert inspect.getsource(getattr(gpt, name)) == inspect.getsource(getattr(vit, name)), name
+def test_same_text():
+    """The functions that two scripts have in common are the same text."""
+    family = ('inner ratio orthogonal softmax attentionx attentionx_v1 belief belief_head '
+              'belief_star softmax_scaled value_skip default_gamma')
+    for a, b, names in ((gpt, vit, family), (vit, detr, 'write_png shuffled'),
+                        (gpt, mask, 'get_tokenizer load_text encode load_bins windows')):
+        for name in names.split():
+            assert inspect.getsource(getattr(a, name)) == inspect.getsource(getattr(b, name)), name
 
 def test_vit_reference():
     for T in (1, 2, 5):
@@ -1750,19 +1756,6 @@ def test_vit_bad_data():
         result = vit_run(*flags, '--data', path / 'named')[3]
         state = vit.load_checkpoint(result['folder'] / 'ckpt.pt')
         assert state['config'].classes == 'a,b,c  d' and state['config'].num_classes == 3
-
-def test_vit_flags():
-    flags = vit.flags()
-    assert set(flags) == {f.name for f in dataclasses.fields(vit.Config)}
-    assert all(len(words) > 3 for *_, words in flags.values())
-    for preset in vit.PRESETS.values():
-        vit.Config(**preset)
-    code, out, _, _ = vit_run('--help')
-    assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
-    text = open(vit.__file__, encoding='utf-8').read()
-    _, docstring, code = text.split('"""', 2)
-    tag = r'\[\w+ (?:Eq|Sec|Alg)\. [\d.]+\]'
-    assert set(re.findall(tag, docstring)) == set(re.findall(tag, code)) != set()
 
 def test_vit_recipe_without_its_data():
     before = os.getcwd()
@@ -3798,22 +3791,12 @@ def test_mask_bad_flags():
             refuse(words, *argv, *flags, script=mask)
         assert not list(path.glob('out/mask_distill/*s1337*'))
 
-def test_mask_flags_and_presets():
-    flags = mask.flags()
-    assert set(flags) == {f.name for f in mask.fields(mask.Config)}
-    assert all(len(words) > 3 for *_, words in flags.values())
-    for preset in mask.PRESETS.values():
-        mask.Config(**preset)
-    for rows in mask.TABLES.values():
-        for row in rows.values():
-            mask.Config(**row)
+def test_mask_report_recipe():
     c = mask.Config(**mask.PRESETS['report004'])
     assert (c.masks, c.samples, c.block_size, c.data) == ('last5', 1000, 512, 'wikitext-2')
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0
     assert len(mask.candidates('last5')) == 5 and mask.extent('last5') == (5, 0)
     assert mask.candidates('windows') == [('window', 5), ('window', 10), ('first', 5)]
-    code, out, _, _ = mask_run('--help')
-    assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
 
 def test_mask_cuda():
     """Blocked equals dense on a GPU, and a run there passes through."""
