@@ -559,8 +559,9 @@ def test_flags_have_help():
         for settings in (*script.PRESETS.values(), *itertools.chain.from_iterable(
                 rows.values() for rows in script.TABLES.values())):
             script.Config(**settings)
-        code, out, _, _ = run('--help', script=script)
-        assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
+        for action in script.ACTIONS:
+            code, out, _, _ = run(action, '--help', script=script)
+            assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
 
 def test_schedules():
     c = config(learning_rate=6e-4, min_lr=6e-5, warmup_iters=10, max_iters=110)
