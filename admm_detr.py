@@ -745,7 +745,7 @@ def read_coco(path, photos):
     try:
         data, lists = json.loads(path.read_bytes()), {}
     except (OSError, ValueError, RecursionError) as e:
-        fail(f'{path} is no json file that can be read ({" ".join(str(e).split())[:150]})')
+        fail(f'{path} is no json file that can be read ({str(e)[:150]})')
     for name, keys in COCO.items():
         entries, known = data.get(name) if isinstance(data, dict) else None, {}
         if not isinstance(entries, list) or not entries and name != 'annotations':
@@ -865,7 +865,7 @@ def read_photo(path):
             return image.convert('RGB')
     except Exception as e:  # each format raises its own
         raise ValueError(f'{path} is no photo that Pillow can read '
-                         f'({" ".join(str(e).split())[:150]})')
+                         f'({str(e)[:150]})')
 
 def to_tensor(image, size, window=(0, 0, 1, 1)):
     """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
@@ -936,7 +936,7 @@ FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes
         'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
 
 def fail(message):
-    print(f'{SCRIPT}: error: {message}', file=sys.stderr, flush=True)
+    print(f'{SCRIPT}: error: {" ".join(str(message).split())}', file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 @functools.cache
@@ -1019,34 +1019,19 @@ def load_checkpoint(path):
         state = torch.load(path, map_location='cpu', weights_only=True)
         if state['script'] != SCRIPT:
             raise ValueError(f'{state["script"]}.py wrote it')
-        return dict(state, config=Config(**state['config']), progress=json.loads(state['progress']))
+        it, seconds, losses, log = json.loads(state['progress'])
+        progress = int(it), float(seconds), [*losses], [*log]
+        return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {" ".join(str(e).split())[:200]}')
+        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
 
-def open_run(config, given, resume=None):
-    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
-    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
-    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
-    if resume in ('auto', 'newest'):
-        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
-        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
-        if not runs and resume == 'newest':
-            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
-    if resume:
-        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
-        state = load_checkpoint(path)
-        for key in set(given) - FREE:
-            if given[key] != getattr(state['config'], key):
-                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        free = {key: given[key] for key in FREE & set(given)}
-        return replace(state['config'], **free), path.parent, state
-    for n in itertools.count(1):
-        with contextlib.suppress(FileExistsError):
-            folder = base / (name + f'-{n}' * (n > 1))
-            if RANK == 0:
-                folder.mkdir(parents=True)
-            return config, folder, None
+def restore(parts, state):
+    """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except Exception as e:  # PyTorch raises half a dozen kinds
+        fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
 def write_csv(path, rows):
     names = list(dict.fromkeys(itertools.chain(*rows)))
@@ -1075,8 +1060,7 @@ def fit(task, config, folder, state=None, label=''):
     parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
-    for name in parts if state else ():
-        parts[name].load_state_dict(state[name])
+    restore(parts if state else {}, state)
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -1297,7 +1281,7 @@ def load_weights(model, path, data):
             raise ValueError('not one tensor has the name and shape of one of the model')
         model.load_state_dict(fits, strict=False)
     except Exception as e:
-        fail(f'--init {path} does not fit: {" ".join(str(e).split())[:200]}')
+        fail(f'--init {path} does not fit: {str(e)[:200]}')
     short = lambda keys: ', '.join(dict.fromkeys(re.sub(r'\.\d+\.', '.*.', key) for key in keys))
     print(f'init    {path}: {len(fits)} tensors\n'
           f'        fresh: {short(own.keys() - fits.keys()) or "none"}\n'
@@ -1518,7 +1502,7 @@ def load_run(config, given, resume):
     config, folder, state = open_run(config, given, resume or 'newest')
     device = pick_device(config)[0]
     model = DETR(config)
-    model.load_state_dict(state['model'])
+    restore(dict(model=model), state)
     return model.to(device).eval(), config, folder, device
 
 @torch.no_grad()
@@ -1679,6 +1663,31 @@ def table(rows):
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
+
+def open_run(config, given, resume=None):
+    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
+    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
+    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
+    if resume in ('auto', 'newest'):
+        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
+        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
+        if not runs and resume == 'newest':
+            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
+        resume = max(runs, key=os.path.getmtime, default=None)
+    if resume:
+        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
+        state = load_checkpoint(path)
+        for key in set(given) - FREE:
+            if given[key] != getattr(state['config'], key):
+                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
+        free = {key: given[key] for key in FREE & set(given)}
+        return replace(state['config'], **free), path.parent, state
+    for n in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = base / (name + f'-{n}' * (n > 1))
+            if RANK == 0:
+                folder.mkdir(parents=True)
+            return config, folder, None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])

@@ -510,7 +510,7 @@ FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes
         'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
 
 def fail(message):
-    print(f'{SCRIPT}: error: {message}', file=sys.stderr, flush=True)
+    print(f'{SCRIPT}: error: {" ".join(str(message).split())}', file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 @functools.cache
@@ -593,34 +593,19 @@ def load_checkpoint(path):
         state = torch.load(path, map_location='cpu', weights_only=True)
         if state['script'] != SCRIPT:
             raise ValueError(f'{state["script"]}.py wrote it')
-        return dict(state, config=Config(**state['config']), progress=json.loads(state['progress']))
+        it, seconds, losses, log = json.loads(state['progress'])
+        progress = int(it), float(seconds), [*losses], [*log]
+        return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {" ".join(str(e).split())[:200]}')
+        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
 
-def open_run(config, given, resume=None):
-    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
-    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
-    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
-    if resume in ('auto', 'newest'):
-        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
-        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
-        if not runs and resume == 'newest':
-            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
-    if resume:
-        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
-        state = load_checkpoint(path)
-        for key in set(given) - FREE:
-            if given[key] != getattr(state['config'], key):
-                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        free = {key: given[key] for key in FREE & set(given)}
-        return replace(state['config'], **free), path.parent, state
-    for n in itertools.count(1):
-        with contextlib.suppress(FileExistsError):
-            folder = base / (name + f'-{n}' * (n > 1))
-            if RANK == 0:
-                folder.mkdir(parents=True)
-            return config, folder, None
+def restore(parts, state):
+    """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except Exception as e:  # PyTorch raises half a dozen kinds
+        fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
 def write_csv(path, rows):
     names = list(dict.fromkeys(itertools.chain(*rows)))
@@ -649,8 +634,7 @@ def fit(task, config, folder, state=None, label=''):
     parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
-    for name in parts if state else ():
-        parts[name].load_state_dict(state[name])
+    restore(parts if state else {}, state)
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -780,7 +764,7 @@ def load_weights(model, path):
             for key, value in state.get('model', state).items()
             if not key.endswith(('.attn.bias', '.inv_freq'))})
     except Exception as e:
-        fail(f'--init {path} does not fit: {" ".join(str(e).split())[:200]}')
+        fail(f'--init {path} does not fit: {str(e)[:200]}')
 
 def bigram_loss(text, starts, length):
     """Nats per token of a bigram model on validation windows: what pairs of tokens alone can do.
@@ -882,7 +866,7 @@ def sample(options, config, given):
              '--temperature and --top-k at least 0')
     encoding, (device, dtype, _) = get_tokenizer(config.tokenizer), pick_device(config)
     model = GPT(config).to(device).eval()
-    model.load_state_dict(state['model'])
+    restore(dict(model=model), state)
     torch.manual_seed(config.seed)
     idx = torch.tensor([encoding.encode_ordinary(prompt)] * n, device=device)
     with torch.autocast(device.type, dtype, dtype != torch.float32):
@@ -963,6 +947,31 @@ def table(rows):
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
+
+def open_run(config, given, resume=None):
+    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
+    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
+    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
+    if resume in ('auto', 'newest'):
+        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
+        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
+        if not runs and resume == 'newest':
+            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
+        resume = max(runs, key=os.path.getmtime, default=None)
+    if resume:
+        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
+        state = load_checkpoint(path)
+        for key in set(given) - FREE:
+            if given[key] != getattr(state['config'], key):
+                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
+        free = {key: given[key] for key in FREE & set(given)}
+        return replace(state['config'], **free), path.parent, state
+    for n in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = base / (name + f'-{n}' * (n > 1))
+            if RANK == 0:
+                folder.mkdir(parents=True)
+            return config, folder, None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])

@@ -585,7 +585,7 @@ def load_npz(folder):
             if labels.dtype != np.int64 or labels.shape != images.shape[:1] or min(labels) < 0:
                 raise ValueError(f'labels are {labels.dtype} {labels.shape}')
         except Exception as e:  # numpy and zipfile raise any of half a dozen kinds
-            fail(f'{path} has no images ({type(e).__name__}: {" ".join(str(e).split())[:150]}): it '
+            fail(f'{path} has no images ({type(e).__name__}: {str(e)[:150]}): it '
                  'needs images (N, 3, H, W) uint8 and labels (N,) int64 from 0 on')
         parts[path.stem] = images, labels
         stamp.append((path.stat().st_size, path.stat().st_mtime))
@@ -852,7 +852,7 @@ FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes
         'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
 
 def fail(message):
-    print(f'{SCRIPT}: error: {message}', file=sys.stderr, flush=True)
+    print(f'{SCRIPT}: error: {" ".join(str(message).split())}', file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 @functools.cache
@@ -935,34 +935,19 @@ def load_checkpoint(path):
         state = torch.load(path, map_location='cpu', weights_only=True)
         if state['script'] != SCRIPT:
             raise ValueError(f'{state["script"]}.py wrote it')
-        return dict(state, config=Config(**state['config']), progress=json.loads(state['progress']))
+        it, seconds, losses, log = json.loads(state['progress'])
+        progress = int(it), float(seconds), [*losses], [*log]
+        return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {" ".join(str(e).split())[:200]}')
+        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
 
-def open_run(config, given, resume=None):
-    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
-    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
-    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
-    if resume in ('auto', 'newest'):
-        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
-        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
-        if not runs and resume == 'newest':
-            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
-    if resume:
-        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
-        state = load_checkpoint(path)
-        for key in set(given) - FREE:
-            if given[key] != getattr(state['config'], key):
-                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        free = {key: given[key] for key in FREE & set(given)}
-        return replace(state['config'], **free), path.parent, state
-    for n in itertools.count(1):
-        with contextlib.suppress(FileExistsError):
-            folder = base / (name + f'-{n}' * (n > 1))
-            if RANK == 0:
-                folder.mkdir(parents=True)
-            return config, folder, None
+def restore(parts, state):
+    """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except Exception as e:  # PyTorch raises half a dozen kinds
+        fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
 def write_csv(path, rows):
     names = list(dict.fromkeys(itertools.chain(*rows)))
@@ -991,8 +976,7 @@ def fit(task, config, folder, state=None, label=''):
     parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
-    for name in parts if state else ():
-        parts[name].load_state_dict(state[name])
+    restore(parts if state else {}, state)
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -1196,7 +1180,7 @@ class Task:
             self.best = load_checkpoint(best)['val_acc']
         if best and accuracy > self.best and RANK == 0:
             save_checkpoint(best, dict(model=self.model.state_dict(), config=asdict(c),
-                                       val_acc=accuracy, progress='null'))
+                                       val_acc=accuracy, progress='[0, 0, [], []]'))
         self.best = max(self.best, accuracy)
         return dict(val_loss=loss, val_acc=accuracy)
 
@@ -1238,7 +1222,7 @@ def load_weights(model, path):
             state.update({key: own[key] for key in ('head.weight', 'head.bias')})
         model.load_state_dict(state)
     except Exception as e:
-        fail(f'--init {path} does not fit: {" ".join(str(e).split())[:200]}')
+        fail(f'--init {path} does not fit: {str(e)[:200]}')
 
 def linear_accuracy(task):
     """What a linear model of the pixels, ridge regression, makes of the test (or validation) set.
@@ -1315,7 +1299,7 @@ def attention_maps(model, images):
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
     config, folder, state = open_run(config, given, resume)
-    if state and not state['progress']:
+    if state and 'val_acc' in state:
         fail(f'{resume} has weights to predict with, but no run to go on with: name its folder')
     task = Task(config, resumed=bool(state))
     c, s, data = task.config, task.config.shape, task.data
@@ -1370,7 +1354,7 @@ def predict(options, config, given):
     """The classes that a run finds likeliest in a photo."""
     config, folder, state = open_run(config, given, options['resume'] or 'newest')
     model, size = ViT(config), config.shape.image_size
-    model.load_state_dict(state['model'])
+    restore(dict(model=model), state)
     path, names = Path(options['image']), config.classes.split(',')
     try:
         photo = read_photo(path, size, middle=0.875 if size > 64 else 1.0)
@@ -1464,6 +1448,31 @@ def table(rows):
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
+
+def open_run(config, given, resume=None):
+    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
+    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
+    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
+    if resume in ('auto', 'newest'):
+        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
+        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
+        if not runs and resume == 'newest':
+            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
+        resume = max(runs, key=os.path.getmtime, default=None)
+    if resume:
+        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
+        state = load_checkpoint(path)
+        for key in set(given) - FREE:
+            if given[key] != getattr(state['config'], key):
+                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
+        free = {key: given[key] for key in FREE & set(given)}
+        return replace(state['config'], **free), path.parent, state
+    for n in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = base / (name + f'-{n}' * (n > 1))
+            if RANK == 0:
+                folder.mkdir(parents=True)
+            return config, folder, None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])

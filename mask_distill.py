@@ -551,7 +551,7 @@ def read_header(path):
             raise ValueError(f'{end:,} bytes of tensors where {size - 8 - n:,} follow the header')
         return 8 + n, dict(metadata), {p[2]: (p[3], p[4], p[0]) for p in places}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        fail(f'{path} is no whole safetensors file ({" ".join(str(e).split())[:200]}): '
+        fail(f'{path} is no whole safetensors file ({str(e)[:200]}): '
              'fetch it again')
 
 def read_safetensors(path):
@@ -601,7 +601,7 @@ def load_gpt2(path, n_head=0):
         model.load_state_dict({key: t.float() for key, t in state.items()})
         return model
     except (ValueError, KeyError, IndexError, RuntimeError) as e:
-        fail(f'{path} holds no GPT-2 ({" ".join(str(e).split())[:200]})')
+        fail(f'{path} holds no GPT-2 ({str(e)[:200]})')
 
 def get_tokenizer(name, needed=True):
     """`bytes` (256 tokens, no files) or `gpt2` (from tiktoken's cache or the network; or None)."""
@@ -689,7 +689,7 @@ FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes
         'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
 
 def fail(message):
-    print(f'{SCRIPT}: error: {message}', file=sys.stderr, flush=True)
+    print(f'{SCRIPT}: error: {" ".join(str(message).split())}', file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 @functools.cache
@@ -772,34 +772,19 @@ def load_checkpoint(path):
         state = torch.load(path, map_location='cpu', weights_only=True)
         if state['script'] != SCRIPT:
             raise ValueError(f'{state["script"]}.py wrote it')
-        return dict(state, config=Config(**state['config']), progress=json.loads(state['progress']))
+        it, seconds, losses, log = json.loads(state['progress'])
+        progress = int(it), float(seconds), [*losses], [*log]
+        return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {" ".join(str(e).split())[:200]}')
+        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
 
-def open_run(config, given, resume=None):
-    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
-    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
-    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
-    if resume in ('auto', 'newest'):
-        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
-        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
-        if not runs and resume == 'newest':
-            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
-    if resume:
-        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
-        state = load_checkpoint(path)
-        for key in set(given) - FREE:
-            if given[key] != getattr(state['config'], key):
-                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        free = {key: given[key] for key in FREE & set(given)}
-        return replace(state['config'], **free), path.parent, state
-    for n in itertools.count(1):
-        with contextlib.suppress(FileExistsError):
-            folder = base / (name + f'-{n}' * (n > 1))
-            if RANK == 0:
-                folder.mkdir(parents=True)
-            return config, folder, None
+def restore(parts, state):
+    """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except Exception as e:  # PyTorch raises half a dozen kinds
+        fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
 def write_csv(path, rows):
     names = list(dict.fromkeys(itertools.chain(*rows)))
@@ -828,8 +813,7 @@ def fit(task, config, folder, state=None, label=''):
     parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
-    for name in parts if state else ():
-        parts[name].load_state_dict(state[name])
+    restore(parts if state else {}, state)
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -1281,7 +1265,7 @@ def reopen(options, config, given):
     """The newest run, or the one that --resume names."""
     config, folder, state = open_run(config, given, options['resume'] or 'newest')
     task = Task(config, resumed=True)
-    task.model.load_state_dict(state['model'])
+    restore(dict(model=task.model), state)
     print(f'run     {folder}, step {state["progress"][0]}, {config.masks}\nteacher {task.about}')
     return task, folder
 
@@ -1406,6 +1390,31 @@ def table(rows):
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
+
+def open_run(config, given, resume=None):
+    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
+    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
+    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
+    if resume in ('auto', 'newest'):
+        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
+        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
+        if not runs and resume == 'newest':
+            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
+        resume = max(runs, key=os.path.getmtime, default=None)
+    if resume:
+        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
+        state = load_checkpoint(path)
+        for key in set(given) - FREE:
+            if given[key] != getattr(state['config'], key):
+                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
+        free = {key: given[key] for key in FREE & set(given)}
+        return replace(state['config'], **free), path.parent, state
+    for n in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = base / (name + f'-{n}' * (n > 1))
+            if RANK == 0:
+                folder.mkdir(parents=True)
+            return config, folder, None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])

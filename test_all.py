@@ -8,7 +8,7 @@
 No network, no files but this repository's, nothing written outside temporary folders.
 """
 import contextlib, csv, dataclasses, functools, gzip, hashlib, http.server, inspect, io, itertools
-import json, lzma, math, os, pathlib, re, shlex, signal, struct, subprocess, sys, tarfile
+import json, lzma, math, os, pathlib, pickle, re, shlex, signal, struct, subprocess, sys, tarfile
 import tempfile, threading, time, traceback, types, unittest, unittest.mock, zipfile, zlib
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # tiny tensors: threads only wait for each other
@@ -519,7 +519,7 @@ def block(name, kind):
     return re.search(rf'# --- {kind} .*?\n(.*)# --- end of {kind}\n', text, re.S)[1]
 
 def test_shared_blocks_identical():
-    for kind, most in (('harness', 220), ('workbench', 240)):
+    for kind, most in (('harness', 220), ('workbench', 260)):
         first = block(SCRIPTS[0], kind)
         assert first.count('\n') <= most, first.count('\n')
         for name in SCRIPTS:
@@ -741,31 +741,61 @@ def test_resume_chooses():
         assert code == 0 and len(out) >= 5
 
 def test_checkpoint_refusals():
-    """Whatever stands in a checkpoint's place: one line, exit 2, nothing executed."""
+    """Whatever stands in a checkpoint's place, in all four scripts: one line, exit 2, nothing
+    executed, nothing written."""
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(path / 'executed'),)
+
+    def refused(data, *words):
+        if isinstance(data, bytes):
+            bad.write_bytes(data)
+        else:
+            torch.save(data, bad)
+        refuse(['bad.pt', *words], '--resume', bad, script=script)
+        assert bad.parent.exists() and len(list(bad.parent.iterdir())) == 1
+
     with folder() as path:
-        good = run(*tiny(path, '--max-iters', 1))[3]['folder'] / 'ckpt.pt'
-        data, bad = good.read_bytes(), path / 'bad.pt'
-        class Evil:
-            def __reduce__(self):
-                return os.mkdir, (str(path / 'executed'),)
-        cases = [b'', b'<html>', data[:len(data) // 2], data[:-1], data[1:]]
-        for at in np.random.default_rng(0).integers(len(data), size=25):
-            cases.append(data[:at] + bytes([data[at] ^ 16]) + data[at + 1:])
-        original = torch.load(good, weights_only=True)
-        for case in cases:
-            bad.write_bytes(case)
-            code, _, err, _ = run('sample', '--resume', bad, '--max-new-tokens', 1)
-            if code == 0:  # the flipped bit lies in padding: what was read must be what was written
-                assert same(torch.load(bad, weights_only=True)['model'], original['model'])
-            else:
-                assert code == 2 and err.count('\n') == 1 and 'bad.pt' in err, err
-        for state in ({'script': 'belief_vit', 'model': {}}, {'model': {}}, [1, 2], Evil(),
-                      {'script': 'attentionx_gpt', 'x': Evil()}):
-            torch.save(state, bad)
-            refuse(['bad.pt'], 'sample', '--resume', bad)
+        runs, bad = small_runs(path), path / 'bad/bad.pt'
+        bad.parent.mkdir()
+        with unittest.mock.patch.object(mask, 'memory', lambda *_: {}):
+            found = {script: run(*flags, '--max-iters', 1, script=script)[3]['folder'] / 'ckpt.pt'
+                     for script, flags in runs.items()}
+        for script, good in found.items():
+            data, original = good.read_bytes(), torch.load(good, weights_only=True)
+            for case in (b'', b'<html>', b'PK\3\4' + bytes(60), data[:len(data) // 2], data[:-1],
+                         data[1:], pickle.dumps(Evil()), pickle.dumps(original['progress'])):
+                refused(case)
+            for at in np.random.default_rng(0).integers(len(data), size=15):
+                bad.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1:])
+                with contextlib.redirect_stderr(io.StringIO()) as err:
+                    try:  # a flipped bit may lie in padding
+                        assert same(script.load_checkpoint(bad)['model'], original['model'])
+                    except SystemExit as e:
+                        assert e.code == 2 and err.getvalue().count('\n') == 1
+            for other, checkpoint in found.items():
+                if other is not script:
+                    refused(checkpoint.read_bytes(), other.SCRIPT)
+            for state in ([1, 2], Evil(), {'script': script.SCRIPT, 'x': Evil()}, {'model': {}}):
+                refused(state)
+            for key in original:
+                refused({k: v for k, v in original.items() if k != key}, key)
+            (name, first), *_ = original['model'].items()
+            config, fits = original['config'], 'does not fit; has the script been changed?'
+            for words, change in (
+                    (['novel'], dict(config={**config, 'novel': 1})), (['list'], dict(config=[1])),
+                    (['--batch-size'], dict(config={**config, 'batch_size': -1})),
+                    (['str'], dict(config={**config, 'batch_size': 'x'})),
+                    (['whole'], dict(progress='{')), (['whole'], dict(progress='[1]')),
+                    (['whole'], dict(progress='null')), (['whole'], dict(progress='["x",0,[],[]]')),
+                    ([fits], dict(model={**original['model'], name: first[:0]})),
+                    ([fits], dict(model={**original['model'], 'novel': first})),
+                    ([fits], dict(model=None)), ([fits], dict(optimizer={})),
+                    ([fits], dict(optimizer=dict(state={}, param_groups=[])))):
+                refused({**original, **change}, *words)
+            refuse(['nowhere'], '--resume', path / 'nowhere.pt', script=script)
+            refuse(['no run'], '--resume', '--out-dir', path / 'nowhere', script=script)
         assert not (path / 'executed').exists()
-        refuse(['nowhere'], 'sample', '--resume', path / 'nowhere.pt')
-        refuse(['no run'], 'sample', '--out-dir', path / 'nowhere')
 
 def test_checkpoint_survives_a_failed_write():
     with folder() as path:
@@ -4321,8 +4351,8 @@ def soak_saves(n=200):
     """n SIGKILLs while checkpoints are being written one after the other: a whole one is there."""
     def write(path, script):
         for i in itertools.count():
-            script.save_checkpoint(path, dict(config={}, progress=json.dumps(i), model=dict(
-                w=torch.full((500_000,), float(i)))))
+            script.save_checkpoint(path, dict(config={}, progress=json.dumps([i, 0, [], []]),
+                                              model=dict(w=torch.full((500_000,), float(i)))))
     with folder() as path:
         rng, seen = np.random.default_rng(0), set()
         for i in range(n):
@@ -4333,7 +4363,7 @@ def soak_saves(n=200):
             os.kill(pid, signal.SIGKILL)
             ended(pid, out)
             state = gpt.load_checkpoint(path / 'ckpt.pt')
-            assert (state['model']['w'] == state['progress']).all()
+            assert (state['model']['w'] == state['progress'][0]).all()
             seen.add((path / 'ckpt.tmp').exists())
         assert len(seen) == 2  # some in the middle of a file, some between two
         print(f'  {n} kills, no unreadable checkpoint')
