@@ -746,13 +746,12 @@ class Task:
 
     def evaluate(self):
         """Loss on the same windows every time, spread evenly over the validation text."""
-        c, total = self.config, 0
+        c, losses = self.config, []
         for i in range(0, len(self.val_starts), c.batch_size):
             x, y = windows(self.text.val, self.val_starts[i:i + c.batch_size], c, self.device)
             x, w = self.model.features(x).flatten(0, 1), self.model.lm_head.weight
-            total = total + token_losses(x, w, y.flatten()).view(y.shape).sum(0)
-        self.by_position = (total / len(self.val_starts)).tolist()
-        loss, known = statistics.fmean(self.by_position), self.text.bytes_per_token
+            losses.append(token_losses(x, w, y.flatten()))
+        loss, known = torch.cat(losses).mean().item(), self.text.bytes_per_token
         return dict(val_loss=loss, **{'val_bpb': loss / math.log(2) / known} if known else {})
 
 def load_weights(model, path):
@@ -840,10 +839,6 @@ def report(task, folder, result):
     bits = f', {result["val_bpb"]:.3f} bits per byte' if 'val_bpb' in result else ''
     print(f'result  validation loss {result["val_loss"]:.3f} nats per token{bits}; a bigram model '
           f'of the same text: {bigram_loss(text, task.val_starts, c.block_size):.3f}')
-    if hasattr(task, 'by_position'):
-        cuts = [0] + [2 ** i for i in range(c.block_size.bit_length() - 1)] + [c.block_size]
-        print('        up to position ' + ', '.join(
-            f'{b}: {statistics.fmean(task.by_position[a:b]):.2f}' for a, b in zip(cuts, cuts[1:])))
     files = draw(folder / 'curves.png', [('nats per token', 'step', lines)])
     print(f'files   {folder}: {", ".join(["ckpt.pt", "log.csv"] + files)}')
     if encoding := get_tokenizer(c.tokenizer, needed=False):

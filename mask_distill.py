@@ -990,6 +990,8 @@ def fit_once(task, folder, label):
         fail('--max-minutes are over; the same command goes on from here')
     return result
 
+source = functools.cache(inspect.getsource)  # Python parses the whole file for a class
+
 def get_teacher(config, text):
     """The model to imitate, its name, and what changes when it does."""
     path = Path(config.init or 'data/weights/gpt2/model.safetensors')
@@ -1004,7 +1006,7 @@ def get_teacher(config, text):
     c = replace(c, max_iters=config.teacher_iters, learning_rate=config.teacher_lr,
                 min_lr=config.teacher_lr / 10, warmup_iters=100)
     facts = [{key: getattr(c, key) for key in (*own, 'max_iters', 'learning_rate')}, text.stamp,
-             *map(inspect.getsource, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
+             *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
     mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
     task = Pretraining(c, text)
     result = fit_once(task, Path(config.out_dir, SCRIPT, f'teacher-{mark}'), 'teacher: ')
