@@ -30,9 +30,10 @@ differentiable and linear in the number of tokens with one d x d Cholesky factor
 
 What OA leaves open: [choice] tokens with positions (DETR's keys) are what is solved over, those
 without (its values) are what is mixed, because solving and mixing over the same tokens hands back
-the query (--dict value does); no output projection (--out-proj keeps it); no weights means that
-heads are slices of the channels. The model follows facebookresearch/detr, with its keys; the tests
-hold it against outputs of the original. What was measured stands in README.md.
+the query (--dict value does); no output projection (--out-proj keeps it); no dropout of what is
+solved for; no weights means that heads are slices of the channels. The model follows
+facebookresearch/detr, with its keys; the tests hold it against outputs of the original. What was
+measured stands in README.md.
 """
 import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect
 import itertools, json, math, os, re, signal, statistics, struct, sys, zipfile, zlib
@@ -104,7 +105,7 @@ class Config:
     eval_interval: int = 250       # x >= 1: steps between evaluations, and between checkpoints
     eval_iters: int = 0            # 0 <= x <= 1e6: validation batches; 0 for all there are
     log_interval: int = 10         # x >= 1: steps between lines in log.csv
-    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop after so long; 0 for no limit
+    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop a run after so long; 0: never
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
@@ -187,7 +188,8 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, van
 
     -> x (B, nh, Q, N). Tokens that are zero get 0, and so does, with `own`, the query's own token:
     the proximal step of the l1 norm under the constraint x_ii = 0 zeroes that entry, and ADMM still
-    converges. `vanilla` takes the N x N inverse: the same x, but for rounding.  [OA Eq. 3]
+    converges. `vanilla` takes the N x N inverse: the same x, but for rounding (of TF32, where
+    matrix products are made in that).  [OA Eq. 3]
     """
     penalty, rho = scales(q, k, sparsity, rho, own)
     unit = penalty / (2 * rho)                                              # (B, nh, Q, 1)
@@ -387,7 +389,7 @@ class FrozenBatchNorm2d(nn.Module):
     def forward(self, x):
         scale = self.weight * (self.running_var + 1e-5).rsqrt()
         bias = self.bias - self.running_mean * scale
-        return x * scale[:, None, None] + bias[:, None, None]
+        return (x * scale[:, None, None] + bias[:, None, None]).to(x.dtype)
 
 class Bottleneck(nn.Module):
 
@@ -854,14 +856,17 @@ class CocoFolder:
         x = to_tensor(image, plan.size, plan.window)
         return x.flip(2) if plan.flip else x
 
-def read_photo(path):
-    """Pillow's RGB image; as COCO's boxes want it, not turned as its EXIF data may say."""
+def read_photo(path, upright=False):
+    """Pillow's RGB image, as COCO's boxes want it: `upright` alone turns it as its EXIF data say."""
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError:
         raise ValueError('photos want `pip install pillow`')
     try:
         with Image.open(path) as image:
+            image = ImageOps.exif_transpose(image) if upright else image
+            if image.mode[0] == 'I':  # 16 bits, of which convert() would cut the upper ones off
+                image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             return image.convert('RGB')
     except Exception as e:  # each format raises its own
         raise ValueError(f'{path} is no photo that Pillow can read '
@@ -923,7 +928,7 @@ def write_png(path, pixels):
     H, W, _ = pixels.shape
     lines = np.pad(pixels.reshape(H, W * 3), ((0, 0), (1, 0))).tobytes()  # 0: a line is unfiltered
     header = struct.pack('>2I5B', W, H, 8, 2, 0, 0, 0)  # 8 bits, RGB
-    with open(path, 'wb') as f:
+    with open(os.devnull if RANK else path, 'wb') as f:
         f.write(b'\x89PNG\r\n\x1a\n')
         for name, data in (b'IHDR', header), (b'IDAT', zlib.compress(lines)), (b'IEND', b''):
             f.write(struct.pack('>I', len(data)) + name + data)
@@ -1029,7 +1034,8 @@ def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
     try:
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            if name != 'scaler' or state[name]:  # a run in float32 has no scale
+                part.load_state_dict(state[name])
     except Exception as e:  # PyTorch raises half a dozen kinds
         fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
@@ -1061,6 +1067,8 @@ def fit(task, config, folder, state=None, label=''):
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
     restore(parts if state else {}, state)
+    for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
+        group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -1070,10 +1078,9 @@ def fit(task, config, folder, state=None, label=''):
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
     caught, halt, saved, task.folder = [], False, it if state else -1, folder
     spoke = wrote = began = now()
-    def catch(signum, _):  # the first one waits for the end of the step, main() forgets this again
+    def catch(signum, _):  # the first one waits for the end of the step
         sys.exit(128 + signum) if caught else caught.append(signum)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, catch)
+    handlers = {s: signal.signal(s, catch) for s in (signal.SIGINT, signal.SIGTERM)}
     while True:
         due = (done := it >= config.max_iters) or it % config.eval_interval == 0
         if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
@@ -1128,8 +1135,11 @@ def fit(task, config, folder, state=None, label=''):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         it, seconds, losses = it + 1, seconds + now() - clock, losses + [loss]
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     if halt:
-        print(f'stopped after step {it} and saved; go on with --resume {folder}')
+        way = 'the same command' if label else f'--resume {folder}'
+        print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
     final = task.finish() if done and hasattr(task, 'finish') else {}
@@ -1273,8 +1283,10 @@ def load_weights(model, path, data):
         if 'layer4.0.conv1.weight' in state:
             state = {'backbone.0.body.' + key: p for key, p in state.items()}
         own, head = model.state_dict(), state.get('class_embed.bias', torch.empty(0))
-        if len(head) == 92 and dict(zip(data.ids, data.classes)).get(1) == 'person':
-            for key in ('class_embed.weight', 'class_embed.bias'):  # COCO's: the rows in use
+        coco, known = {1: 'person', 2: 'bicycle', 3: 'car'}, dict(zip(data.ids, data.classes))
+        if len(head) == 92 and max(known) < 91 and known.get(1) and all(
+                known.get(i, name) == name for i, name in coco.items()):
+            for key in ('class_embed.weight', 'class_embed.bias'):  # the rows in use
                 state[key] = state[key][[*data.ids, -1]]
         fits = {key: p for key, p in state.items() if key in own and own[key].shape == p.shape}
         if not fits:
@@ -1284,8 +1296,8 @@ def load_weights(model, path, data):
         fail(f'--init {path} does not fit: {str(e)[:200]}')
     short = lambda keys: ', '.join(dict.fromkeys(re.sub(r'\.\d+\.', '.*.', key) for key in keys))
     print(f'init    {path}: {len(fits)} tensors\n'
-          f'        fresh: {short(own.keys() - fits.keys()) or "none"}\n'
-          f'        left out: {short(state.keys() - fits.keys()) or "none"}')
+          f'        fresh: {short(k for k in own if k not in fits) or "none"}\n'
+          f'        left out: {short(k for k in state if k not in fits) or "none"}')
 
 IOUS, RECALLS, DEEPEST = np.linspace(0.5, 0.95, 10), np.linspace(0, 1, 101), (1, 10, 100)
 AREAS = np.array([[0, 1e10], [0, 32 ** 2], [32 ** 2, 96 ** 2], [96 ** 2, 1e10]])
@@ -1458,14 +1470,14 @@ def start(config, given, resume=None):
     c, (device, dtype, why) = task.config, pick_device(config)
     formulas = [ATTENTION[name].__doc__.split('  ')[0].rstrip('.')
                 for name in (c.self_attention, c.cross_attention)]
-    source = 'drawn shapes' if c.data == 'builtin' else c.data
+    source = f'{c.data}: {len(task.train):,} images'
+    source = 'drawn shapes, new ones in every step,' if c.data == 'builtin' else source
     print(f'model   {c.variant}\n'
           f'        self-attention of the decoder: {formulas[0]}\n'
           f'        its cross-attention: {formulas[1]}\n'
           f'        {c.backbone} backbone, {c.enc_layers} + {c.dec_layers} layers, {c.hidden_dim} '
           f'wide, {c.num_queries} queries, {count(task.model):,} parameters\n'
-          f'data    {source}: {len(task.train):,} images of {len(task.train.classes)} classes, '
-          f'{len(task.val):,} for validation\n'
+          f'data    {source} of {len(task.train.classes)} classes, {len(task.val):,} for validation\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
           f'run     {folder}' + ', resumed' * bool(state))
     if c.updates == 'printed':
@@ -1499,7 +1511,7 @@ def report(task, folder, result):
 
 def load_run(config, given, resume):
     """A run that is there -> its model, ready to use, its config, folder and device."""
-    config, folder, state = open_run(config, given, resume or 'newest')
+    config, folder, state = open_run(config, given, resume)
     device = pick_device(config)[0]
     model = DETR(config)
     restore(dict(model=model), state)
@@ -1511,12 +1523,13 @@ def detect(options, config, given):
     if not 0 <= options['threshold'] <= 1:
         fail(f'--threshold {options["threshold"]}: wants 0 to 1')
     try:
-        photos = [read_photo(path) for path in options['image']]
+        photos = [read_photo(path, upright=True) for path in options['image']]
     except ValueError as e:
         fail(e)
     model, config, folder, device = load_run(config, given, options['resume'])
     names, answers = config.classes.split(',') + ['?'] * config.num_classes, {}
-    for path, photo in zip(options['image'], photos):
+    stems = [Path(path).stem for path in options['image']]
+    for n, (path, photo, stem) in enumerate(zip(options['image'], photos, stems)):
         size = resized(*photo.size, config.image_size, round(config.image_size * 1333 / 800))
         outputs = model(to_tensor(photo, size)[None].to(device))
         found = post_process(outputs, [photo.size[::-1]])[0]
@@ -1527,7 +1540,7 @@ def detect(options, config, given):
         print(f'{path}: {len(keep)} found')
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
-        target = folder / f'{Path(path).stem}-found.png'
+        target = folder / f'{stem}{f"-{n}" * (stems.count(stem) > 1)}-found.png'
         pixels = mark(np.asarray(photo).transpose(2, 0, 1), found, config, options['threshold'])
         write_png(target, pixels.transpose(1, 2, 0))
         print(f'  {target}')
@@ -1542,7 +1555,7 @@ def inspect_run(options, config, given):
     images, mask, _ = task.collate(task.val, plans)
     (outputs, seen, rows), panels = diagnose(model, images, mask), []
     for row, (module, q, k, v, padding) in zip(rows, seen):
-        if module.kind.startswith('admm') and row['layer'] != '0 self':  # its tokens are all alike
+        if module.kind.startswith('admm') and (row['layer'], config.dict) != ('0 self', 'value'):
             over = real(v if config.dict == 'value' else k, padding)
             gaps = solver_gaps(q[:2], over[:2], module.own, config, 2 * config.iterations)
             row.update(gap=gaps['textbook'][config.iterations - 1][1],
@@ -1664,6 +1677,13 @@ def table(rows):
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
 
+def agreed(x):
+    """What the first process has for x, in all of them."""
+    box = [x]
+    if WORLD > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
 def open_run(config, given, resume=None):
     """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
     'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
@@ -1673,7 +1693,7 @@ def open_run(config, given, resume=None):
         runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
         if not runs and resume == 'newest':
             fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
+        resume = agreed(max(runs, key=os.path.getmtime, default=None))
     if resume:
         path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
         state = load_checkpoint(path)
@@ -1687,7 +1707,7 @@ def open_run(config, given, resume=None):
             folder = base / (name + f'-{n}' * (n > 1))
             if RANK == 0:
                 folder.mkdir(parents=True)
-            return config, folder, None
+            return config, agreed(folder), None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])
@@ -1728,7 +1748,7 @@ def compare(options, config, given):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
                  str(pick_device(c)), Path(__file__).read_text('utf-8'),
-                 Path(c.init).stat().st_mtime if c.init else '']
+                 Path(task.config.init).stat().st_mtime if task.config.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
@@ -1827,6 +1847,7 @@ def number(default, words):
 
 RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go on with the run in '
                            'PATH; alone: with the newest; auto: with the newest, if any')}
+NEWEST = {'--resume': {**RESUME['--resume'], 'default': 'newest', 'help': 'run to use [newest]'}}
 OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
         '--table': dict(choices=TABLES, help="a paper's experiment")}
 ACTIONS = {
@@ -1843,12 +1864,14 @@ def main(argv=None):
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
+    missing = 'data' not in given and config.data != 'builtin' and not Path(
+        'data', config.data).is_dir()
+    if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
               f'wants `python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
-    if options['preset']:
-        given = {**PRESETS[options['preset']], 'data': config.data, **given}
+    elif options['preset'] and not missing:
+        given = {**PRESETS[options['preset']], **given}
     torch.set_num_threads(config.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
@@ -1873,11 +1896,11 @@ def main(argv=None):
             dist.destroy_process_group()
 # --- end of workbench
 
-IMAGES = {'image': dict(nargs='+', metavar='IMAGE', help='photos'), **RESUME,
+IMAGES = {'image': dict(nargs='+', metavar='IMAGE', help='photos'), **NEWEST,
           '--threshold': number(0.5, 'least score of what is shown')}
 ACTIONS.update({
     'bench': (bench_solvers, ACTIONS['bench'][1], 'Time the solvers and the variants.'),
-    'inspect': (inspect_run, RESUME, 'Where the decoder of a run looks, and how exact it is.'),
+    'inspect': (inspect_run, NEWEST, 'Where the decoder of a run looks, and how exact it is.'),
     'detect': (detect, IMAGES, 'Draw boxes around what is in images.'),
 })
 

@@ -86,7 +86,7 @@ class Config:
     eval_interval: int = 100       # x >= 1: steps between evaluations, and between checkpoints
     eval_iters: int = 20           # 1 <= x <= 1e6: validation batches, the same ones every time
     log_interval: int = 10         # x >= 1: steps between lines in log.csv
-    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop after so long; 0 for no limit
+    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop a run after so long; 0: never
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
@@ -603,7 +603,8 @@ def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
     try:
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            if name != 'scaler' or state[name]:  # a run in float32 has no scale
+                part.load_state_dict(state[name])
     except Exception as e:  # PyTorch raises half a dozen kinds
         fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
@@ -635,6 +636,8 @@ def fit(task, config, folder, state=None, label=''):
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
     restore(parts if state else {}, state)
+    for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
+        group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -644,10 +647,9 @@ def fit(task, config, folder, state=None, label=''):
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
     caught, halt, saved, task.folder = [], False, it if state else -1, folder
     spoke = wrote = began = now()
-    def catch(signum, _):  # the first one waits for the end of the step, main() forgets this again
+    def catch(signum, _):  # the first one waits for the end of the step
         sys.exit(128 + signum) if caught else caught.append(signum)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, catch)
+    handlers = {s: signal.signal(s, catch) for s in (signal.SIGINT, signal.SIGTERM)}
     while True:
         due = (done := it >= config.max_iters) or it % config.eval_interval == 0
         if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
@@ -702,8 +704,11 @@ def fit(task, config, folder, state=None, label=''):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         it, seconds, losses = it + 1, seconds + now() - clock, losses + [loss]
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     if halt:
-        print(f'stopped after step {it} and saved; go on with --resume {folder}')
+        way = 'the same command' if label else f'--resume {folder}'
+        print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
     final = task.finish() if done and hasattr(task, 'finish') else {}
@@ -852,7 +857,7 @@ def decode(encoding, tokens):
     return encoding.decode([t for t in tokens.tolist() if t < encoding.n_vocab])
 
 def sample(options, config, given):
-    config, folder, state = open_run(config, given, options['resume'] or 'newest')
+    config, folder, state = open_run(config, given, options['resume'])
     prompt, n, length = options['prompt'], options['num_samples'], options['max_new_tokens']
     if prompt.startswith('FILE:'):
         prompt = Path(prompt[5:]).read_text('utf-8', errors='replace')
@@ -943,6 +948,13 @@ def table(rows):
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
 
+def agreed(x):
+    """What the first process has for x, in all of them."""
+    box = [x]
+    if WORLD > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
 def open_run(config, given, resume=None):
     """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
     'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
@@ -952,7 +964,7 @@ def open_run(config, given, resume=None):
         runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
         if not runs and resume == 'newest':
             fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
+        resume = agreed(max(runs, key=os.path.getmtime, default=None))
     if resume:
         path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
         state = load_checkpoint(path)
@@ -966,7 +978,7 @@ def open_run(config, given, resume=None):
             folder = base / (name + f'-{n}' * (n > 1))
             if RANK == 0:
                 folder.mkdir(parents=True)
-            return config, folder, None
+            return config, agreed(folder), None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])
@@ -1007,7 +1019,7 @@ def compare(options, config, given):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
                  str(pick_device(c)), Path(__file__).read_text('utf-8'),
-                 Path(c.init).stat().st_mtime if c.init else '']
+                 Path(task.config.init).stat().st_mtime if task.config.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
@@ -1106,6 +1118,7 @@ def number(default, words):
 
 RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go on with the run in '
                            'PATH; alone: with the newest; auto: with the newest, if any')}
+NEWEST = {'--resume': {**RESUME['--resume'], 'default': 'newest', 'help': 'run to use [newest]'}}
 OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
         '--table': dict(choices=TABLES, help="a paper's experiment")}
 ACTIONS = {
@@ -1122,12 +1135,14 @@ def main(argv=None):
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
+    missing = 'data' not in given and config.data != 'builtin' and not Path(
+        'data', config.data).is_dir()
+    if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
               f'wants `python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
-    if options['preset']:
-        given = {**PRESETS[options['preset']], 'data': config.data, **given}
+    elif options['preset'] and not missing:
+        given = {**PRESETS[options['preset']], **given}
     torch.set_num_threads(config.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
@@ -1154,7 +1169,7 @@ def main(argv=None):
 
 ACTIONS.update({
     'inspect': (inspect_layers, {}, 'Train and watch what the layers do.'),
-    'sample': (sample, {**RESUME, '--prompt': dict(default='\n', help='text, or FILE:path'),
+    'sample': (sample, {**NEWEST, '--prompt': dict(default='\n', help='text, or FILE:path'),
                         '--num-samples': number(1, 'texts'),
                         '--max-new-tokens': number(300, 'tokens'),
                         '--temperature': number(0.8, '0 takes the likeliest token'),

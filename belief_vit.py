@@ -33,12 +33,12 @@ of the fused kernel serves them all.
     python belief_vit.py --preset imagenet-paper        # DeiT-small, images growing from 32 to 224
 
 --model vit-small follows vision-transformers-cifar10, deit-small timm and DeiT, deit-small-local
-efficient-vit-training; the tests hold each against outputs of the original. Three deviations from
-the last: position embeddings are trained (there, resizing leaves the optimiser a stale tensor),
-the 47,088 parameters that never enter its result do not exist, and its EMA, restarted every epoch,
-and its repeated augmentation are left out. (As there, the class token passes by every feed-forward
-network, so that the last one, 1,194,240 parameters, gets gradients of zero.) Where a paper is
-silent the code says [choice]. What was measured, and on what, stands in README.md.
+efficient-vit-training; the tests hold each against outputs of the original. Deviations from the
+last: position embeddings are trained (there, resizing leaves the optimiser a stale tensor), the
+47,088 parameters that never enter its result do not exist, and its EMA, restarted every epoch, its
+repeated augmentation and its RandAugment of photos are left out. (As there, the class token passes
+by every feed-forward network, so that the last one, 1,194,240 parameters, gets gradients of zero.)
+Where a paper is silent the code says [choice]. What was measured, and on what, stands in README.md.
 """
 import argparse, concurrent.futures, contextlib, csv, functools, hashlib, inspect, itertools, json
 import math, os, re, signal, statistics, struct, sys, zipfile, zlib
@@ -113,7 +113,7 @@ class Config:
     eval_interval: int = 100       # x >= 1: steps between evaluations, and between checkpoints
     eval_iters: int = 0            # 0 <= x <= 1e6: validation batches; 0 for all there are
     log_interval: int = 10         # x >= 1: steps between lines in log.csv
-    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop after so long; 0 for no limit
+    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop a run after so long; 0: never
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
@@ -497,7 +497,8 @@ class SETAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if self.state[p]):
                 v = state['exp_avg_sq'] / (1 - group['betas'][1] ** state['step'])
-                ratios.append(((v.sqrt() + 1e-8) / self.denominator(state, group)).flatten())
+                ratio = (v.sqrt() + 1e-8) / self.denominator(state, group)
+                ratios.append(ratio[v > 0])  # where v is zero neither moves
         return torch.cat(ratios)[::100].sort().values.tolist() if ratios else []
 
 # ------------------------------------ 5. data ------------------------------------
@@ -616,7 +617,7 @@ def load_folders(folder):
         for name, found in zip(names, files):
             if not found:
                 fail(f'{root / name} has no photos (.jpg .jpeg .png .bmp .webp)')
-        labels = np.repeat(np.arange(len(names)), [len(found) for found in files])
+        labels = np.repeat(np.arange(len(names), dtype=np.int64), [len(found) for found in files])
         return np.array(sum(files, [])), labels
 
     train = photos(root)
@@ -635,7 +636,10 @@ def read_photo(path, size, crop=None, middle=0.875):
         raise ValueError('photos want `pip install pillow`')
     try:
         with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image).convert('RGB')
+            image = ImageOps.exif_transpose(image)
+            if image.mode[0] == 'I':  # 16 bits, of which convert() would cut the upper ones off
+                image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+            image = image.convert('RGB')
     except Exception as e:  # each format raises its own
         raise ValueError(f'{path} is no photo that Pillow can read ({str(e)[:150]})')
     width, height = image.size
@@ -710,12 +714,13 @@ def smooth(images):
     return out
 
 def autocontrast(images):
-    """Stretch every channel to 0..255, but for constant ones."""
-    low, high = (v.double() for v in torch.aminmax(images.flatten(2), dim=2, keepdim=True))
+    """Stretch every channel to 0..255, but for constant ones: in float64, which MPS lacks."""
+    x = (images.cpu() if images.device.type == 'mps' else images).flatten(2)
+    low, high = (v.double() for v in torch.aminmax(x, dim=2, keepdim=True))
     varies = high > low
     low, high = low * varies, torch.where(varies, high, 255)
     scale = torch.full_like(low, 255) / (high - low)  # 255 / tensor would be 255 * (1 / tensor)
-    return (images.flatten(2) * scale - low * scale).byte().view_as(images)
+    return send((x * scale - low * scale).byte().view_as(images), images)
 
 def equalize(images):
     """Spread the values of every channel, so that equally many pixels have each."""
@@ -739,9 +744,10 @@ def box(first, last, images):
     return (send(y, images)[:, :, None] & send(x, images)[:, None])[:, None]
 
 def cutout(images, size, centre):
-    """A grey box of `size` pixels around centre (K, 2), in fractions of height and width."""
-    centre = centre * torch.tensor(images.shape[2:])
-    inside = box((centre - size / 2).floor(), (centre + size / 2).floor() + 1, images)
+    """A grey box of `size` pixels around centre (K, 2), in fractions of height and width; near the
+    top or left border it is moved inside, at the others cut, as its source does."""
+    first = (centre * torch.tensor(images.shape[2:]) - size / 2).clamp_min(0).floor()
+    inside = box(first, (first + size).floor() + 1, images)
     colour = torch.tensor([125, 123, 114], dtype=torch.uint8)
     return images + (send(colour, images)[:, None, None] - images) * inside  # bytes wrap around
 
@@ -769,7 +775,7 @@ RANDAUGMENT = {
 }
 POLICIES = {
     'none': {},
-    'paper': RANDAUGMENT,  # its translation is meant for 224 pixels: of 32 it leaves a black image
+    'paper': RANDAUGMENT,  # its translation is meant for 224 pixels: of 32 it leaves none
     'fixed': RANDAUGMENT | {
         'TranslateX': (lambda x, v, r: affine(x, 1, 0, signed(v * x.size(3), r), 0, 1, 0), 0, 0.45),
         'TranslateY': (lambda x, v, r: affine(x, 1, 0, 0, 0, 1, signed(v * x.size(2), r)), 0, 0.45),
@@ -839,7 +845,7 @@ def write_png(path, pixels):
     H, W, _ = pixels.shape
     lines = np.pad(pixels.reshape(H, W * 3), ((0, 0), (1, 0))).tobytes()  # 0: a line is unfiltered
     header = struct.pack('>2I5B', W, H, 8, 2, 0, 0, 0)  # 8 bits, RGB
-    with open(path, 'wb') as f:
+    with open(os.devnull if RANK else path, 'wb') as f:
         f.write(b'\x89PNG\r\n\x1a\n')
         for name, data in (b'IHDR', header), (b'IDAT', zlib.compress(lines)), (b'IEND', b''):
             f.write(struct.pack('>I', len(data)) + name + data)
@@ -945,7 +951,8 @@ def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
     try:
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            if name != 'scaler' or state[name]:  # a run in float32 has no scale
+                part.load_state_dict(state[name])
     except Exception as e:  # PyTorch raises half a dozen kinds
         fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
@@ -977,6 +984,8 @@ def fit(task, config, folder, state=None, label=''):
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
     restore(parts if state else {}, state)
+    for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
+        group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -986,10 +995,9 @@ def fit(task, config, folder, state=None, label=''):
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
     caught, halt, saved, task.folder = [], False, it if state else -1, folder
     spoke = wrote = began = now()
-    def catch(signum, _):  # the first one waits for the end of the step, main() forgets this again
+    def catch(signum, _):  # the first one waits for the end of the step
         sys.exit(128 + signum) if caught else caught.append(signum)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, catch)
+    handlers = {s: signal.signal(s, catch) for s in (signal.SIGINT, signal.SIGTERM)}
     while True:
         due = (done := it >= config.max_iters) or it % config.eval_interval == 0
         if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
@@ -1044,8 +1052,11 @@ def fit(task, config, folder, state=None, label=''):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         it, seconds, losses = it + 1, seconds + now() - clock, losses + [loss]
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     if halt:
-        print(f'stopped after step {it} and saved; go on with --resume {folder}')
+        way = 'the same command' if label else f'--resume {folder}'
+        print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
     final = task.finish() if done and hasattr(task, 'finish') else {}
@@ -1121,7 +1132,7 @@ class Task:
         x = self.normalise(x, self.size(step))
         if not c.mix:
             return x, labels
-        rng = np.random.default_rng([c.seed, step, rows[0]])
+        rng = np.random.default_rng([c.seed, step, rows[0], 1])  # bytes() has drawn without the 1
         return mix(erase(x, rng), labels, c.num_classes, rng, smoothing=c.label_smoothing)
 
     def photos(self, step, rows, chance):
@@ -1317,7 +1328,7 @@ def start(config, given, resume=None):
           f'run     {folder}' + ', resumed' * bool(state))
     if c.randaugment == 'paper':
         print('note    --randaugment paper moves images by up to 46.7 pixels, as its source does: '
-              'of 32-pixel images 23.4 % turn black')
+              'of 32-pixel images 23.4 % lose every pixel')
     return task, folder, state
 
 def report(task, folder, result):
@@ -1352,7 +1363,7 @@ def report(task, folder, result):
 @torch.no_grad()
 def predict(options, config, given):
     """The classes that a run finds likeliest in a photo."""
-    config, folder, state = open_run(config, given, options['resume'] or 'newest')
+    config, folder, state = open_run(config, given, options['resume'])
     model, size = ViT(config), config.shape.image_size
     restore(dict(model=model), state)
     path, names = Path(options['image']), config.classes.split(',')
@@ -1449,6 +1460,13 @@ def table(rows):
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
 
+def agreed(x):
+    """What the first process has for x, in all of them."""
+    box = [x]
+    if WORLD > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
 def open_run(config, given, resume=None):
     """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
     'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
@@ -1458,7 +1476,7 @@ def open_run(config, given, resume=None):
         runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
         if not runs and resume == 'newest':
             fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
+        resume = agreed(max(runs, key=os.path.getmtime, default=None))
     if resume:
         path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
         state = load_checkpoint(path)
@@ -1472,7 +1490,7 @@ def open_run(config, given, resume=None):
             folder = base / (name + f'-{n}' * (n > 1))
             if RANK == 0:
                 folder.mkdir(parents=True)
-            return config, folder, None
+            return config, agreed(folder), None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])
@@ -1513,7 +1531,7 @@ def compare(options, config, given):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
                  str(pick_device(c)), Path(__file__).read_text('utf-8'),
-                 Path(c.init).stat().st_mtime if c.init else '']
+                 Path(task.config.init).stat().st_mtime if task.config.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
@@ -1612,6 +1630,7 @@ def number(default, words):
 
 RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go on with the run in '
                            'PATH; alone: with the newest; auto: with the newest, if any')}
+NEWEST = {'--resume': {**RESUME['--resume'], 'default': 'newest', 'help': 'run to use [newest]'}}
 OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
         '--table': dict(choices=TABLES, help="a paper's experiment")}
 ACTIONS = {
@@ -1628,12 +1647,14 @@ def main(argv=None):
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
+    missing = 'data' not in given and config.data != 'builtin' and not Path(
+        'data', config.data).is_dir()
+    if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
               f'wants `python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
-    if options['preset']:
-        given = {**PRESETS[options['preset']], 'data': config.data, **given}
+    elif options['preset'] and not missing:
+        given = {**PRESETS[options['preset']], **given}
     torch.set_num_threads(config.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
@@ -1661,7 +1682,7 @@ def main(argv=None):
 ACTIONS.update({
     'inspect': (inspect_layers, {'--token': number(0, 'of whom; 0: class token, -1: mean of all')},
                 'Train and watch what the layers do.'),
-    'predict': (predict, {'image': dict(metavar='IMAGE', help='a photo'), **RESUME},
+    'predict': (predict, {'image': dict(metavar='IMAGE', help='a photo'), **NEWEST},
                 'Name what is in a photo.'),
 })
 

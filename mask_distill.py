@@ -7,7 +7,7 @@
 The report (Optimizing Attention Mechanisms in Transformer Models) replaces the causal mask of GPT-2
 by a linear combination of candidate masks with coefficients c_k = sigmoid(alpha_k), and trains
 the new model to give the old one's distributions. It names five criteria of success and measures
-none of them. This script does the same with any masks, and measures all five.
+none but the loss. This script does the same with any masks, and measures all five.
 
     MA   the report; its sections in order, 2.4 being Measure of Success
 
@@ -76,6 +76,7 @@ class Config:
     vocab_size: int = 0            # x == 0 or 2 <= x <= 65536: tokens; 0 for the data's own
     teacher_iters: int = 600       # x >= 0: steps of its training
     teacher_lr: float = 2e-3       # 0 < x <= 100: its learning rate at the peak
+    teacher: str = ''              # checksum of its weights, which a run finds out and then keeps
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
     tokenizer: str = ''            # x in ('', 'bytes', 'gpt2'): of text files; default: bytes
@@ -96,7 +97,7 @@ class Config:
     eval_interval: int = 50        # x >= 1: steps between evaluations, and between checkpoints
     eval_iters: int = 4            # 1 <= x <= 1e6: validation batches, the same ones every time
     log_interval: int = 10         # x >= 1: steps between lines in log.csv
-    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop after so long; 0 for no limit
+    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop a run after so long; 0: never
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights and batches
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
@@ -305,7 +306,7 @@ def expected_pairs(chances, masks, T):
     """Share of the causal pairs of T tokens that at least one mask keeps, if each is there with
     these chances (nh, K + 1), mean over the heads."""
     kinds, share = (t.to(chances) for t in kinds_of_pairs(masks, T))
-    return ((1 - (1 - chances[:, None] * kinds).prod(-1)) @ share).mean()
+    return ((1 - (1 - chances[:, None] * kinds).prod(-1)) * share).sum(-1).mean()
 
 def penalty(alphas, config):
     """What is added to the KL, from the alphas of each layer (nh or 1, K).  [MA Sec. 2.5]
@@ -382,8 +383,8 @@ class SelfAttention(nn.Module):
                 j = torch.cat([cache['at'], i])
             past, (reach, s) = cache.get('past', 0) + T, extent(self.masks)
             stays = (j < s) | (j > past - reach)  # those that a later token can attend to
-            if 'all' in dict(candidates(self.masks)):
-                stays = slice(None)
+            if 'all' in dict(candidates(self.masks)) or self.reading == 'unnormalised':
+                stays = slice(None)  # the latter divides by what the masks leave out, too
             cache.update(k=k[:, :, stays], v=v[:, :, stays], at=j[stays], past=past)
         if watch is not None:
             watch.append(attention_weights(q, k, self.masks, self.log_c(q), self.reading))
@@ -499,6 +500,9 @@ def in_chunks(f, V, *tensors):
     return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False)
                       for part in zip(*(t.split(rows) for t in tensors))])
 
+def wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
 def token_losses(x, weight, targets):
     """Cross-entropy, nats, of features x (N, C), targets (N,) under logits x W^T -> (N,)."""
     def chunk(x, targets):
@@ -511,8 +515,9 @@ def token_kl(x, y, weight):
     Both have the same output weights (V, C). A mean over tokens is what the report's threshold can
     mean: its "summed over all training examples" would grow with the text.
     """
-    def chunk(x, y):
-        p, q = (F.log_softmax(F.linear(t, weight).float(), dim=-1) for t in (y, x))
+    def chunk(x, y):  # GPT-2's logits are near -100, where bfloat16 knows halves: a KL of 5e-3
+        with torch.autocast(x.device.type, enabled=False):
+            p, q = (F.log_softmax(F.linear(wide(t), wide(weight)), dim=-1) for t in (y, x))
         return (p.exp() * (p - q)).sum(-1)
     return in_chunks(chunk, weight.size(0), x, y)
 
@@ -538,7 +543,7 @@ def read_header(path):
             dtype, shape, (begin, stop) = (entry[k] for k in ('dtype', 'shape', 'data_offsets'))
             if dtype not in DTYPES:
                 raise ValueError(f'{name} is of dtype {dtype}, not one of {", ".join(DTYPES)}')
-            if not all(type(x) is int and x >= 0 for x in (*shape, begin, stop)):
+            if not all(type(x) is int and 0 <= x < 2 ** 62 for x in (*shape, begin, stop)):
                 raise ValueError(f'{name} has shape {shape} and place {begin}:{stop}')
             places.append((begin, stop, name, DTYPES[dtype], tuple(shape)))
         for begin, stop, name, dtype, shape in sorted(places, key=lambda p: p[:3]):
@@ -596,7 +601,8 @@ def load_gpt2(path, n_head=0):
         n_layer = 1 + max(int(key.split('.')[1]) for key in state if key.startswith('h.'))
         n_head = n_head or int(metadata.get('n_head', 0)) or C // 64
         if not n_head or C % n_head:
-            raise ValueError(f'{C} channels, and heads of 64 do not fit: give n_head')
+            raise ValueError(f'{C} channels are not whole heads of 64, nor {n_head} heads: its '
+                             'metadata should say n_head')
         model = GPT2(Config(n_layer=n_layer, n_head=n_head, n_embd=C, block_size=T, vocab_size=V))
         model.load_state_dict({key: t.float() for key, t in state.items()})
         return model
@@ -782,7 +788,8 @@ def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
     try:
         for name, part in parts.items():
-            part.load_state_dict(state[name])
+            if name != 'scaler' or state[name]:  # a run in float32 has no scale
+                part.load_state_dict(state[name])
     except Exception as e:  # PyTorch raises half a dozen kinds
         fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
 
@@ -814,6 +821,8 @@ def fit(task, config, folder, state=None, label=''):
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
     restore(parts if state else {}, state)
+    for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
+        group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -823,10 +832,9 @@ def fit(task, config, folder, state=None, label=''):
     wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
     caught, halt, saved, task.folder = [], False, it if state else -1, folder
     spoke = wrote = began = now()
-    def catch(signum, _):  # the first one waits for the end of the step, main() forgets this again
+    def catch(signum, _):  # the first one waits for the end of the step
         sys.exit(128 + signum) if caught else caught.append(signum)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, catch)
+    handlers = {s: signal.signal(s, catch) for s in (signal.SIGINT, signal.SIGTERM)}
     while True:
         due = (done := it >= config.max_iters) or it % config.eval_interval == 0
         if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
@@ -881,8 +889,11 @@ def fit(task, config, folder, state=None, label=''):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         it, seconds, losses = it + 1, seconds + now() - clock, losses + [loss]
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     if halt:
-        print(f'stopped after step {it} and saved; go on with --resume {folder}')
+        way = 'the same command' if label else f'--resume {folder}'
+        print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
     final = task.finish() if done and hasattr(task, 'finish') else {}
@@ -948,8 +959,13 @@ class Task(Pretraining):
             fail(f'the teacher ({self.about}) has {t.vocab_size} tokens, {t.block_size} positions: '
                  f'too few for {self.text.vocab_size} tokens in windows of --block-size '
                  f'{c.block_size}')
+        sums = functools.reduce(lambda crc, p: zlib.crc32(p.cpu().numpy(), crc),
+                                self.teacher.parameters(), 0)
+        if c.teacher not in ('', f'{sums:08x}'):
+            fail(f'--teacher {c.teacher}: that is not the one to be had now ({self.about}, '
+                 f'{sums:08x}); name its file in --init, or train anew')
         self.config = c = replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
-                                  vocab_size=t.vocab_size)
+                                  vocab_size=t.vocab_size, teacher=f'{sums:08x}')
         self.model, self.per_row = substitute(self.teacher, c), c.block_size
         self.stamp = [self.text.stamp, mark]
         self.prepare_windows()
@@ -996,10 +1012,19 @@ def get_teacher(config, text):
     """The model to imitate, its name, and what changes when it does."""
     path = Path(config.init or 'data/weights/gpt2/model.safetensors')
     if config.init or text.tokenizer == 'gpt2' and path.exists():
-        return load_gpt2(path), str(path), [path.stat().st_size, path.stat().st_mtime]
+        model, known = load_gpt2(path), read_header(path)[1].get('tokenizer')
+        if text.tokenizer != (known or ('gpt2' if len(model.wte.weight) == 50257 else
+                                        text.tokenizer)):
+            fail(f'--init {path} was made for other tokens than {text.tokenizer}: give a text in '
+                 'its own, or another --tokenizer')
+        return model, str(path), [path.stat().st_size, path.stat().st_mtime]
     if text.tokenizer == 'gpt2':
         print('data/weights/gpt2 is not there, so a small teacher is trained here; for GPT-2 '
               'itself run `python prepare_data.py gpt2`')
+    return train_teacher(config, text)
+
+def train_teacher(config, text):
+    """The same: a small GPT-2, trained on the text or, if that was done before, found."""
     own = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'data', 'tokenizer', 'seed',
            'batch_size', 'grad_accum_steps', 'weight_decay')
     c = replace(Config(), **{key: getattr(config, key) for key in {*own} | FREE})
@@ -1009,13 +1034,14 @@ def get_teacher(config, text):
              *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
     mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
     task = Pretraining(c, text)
-    result = fit_once(task, Path(config.out_dir, SCRIPT, f'teacher-{mark}'), 'teacher: ')
+    result = fit_once(task, Path(config.out_dir, SCRIPT, 'teachers', mark), 'teacher: ')
     return task.model, f'trained on {text.about} to {result["val_loss"]:.3f} nats per token', mark
 
 CRITERIA = {  # what each figure of fidelity is, and what the report wants of it  [MA Sec. 2.4]
     'accuracy': ("the student's next-token accuracy / the teacher's", '>=', 0.95),
     'mse': ("mean (P - P')^2 over layers, heads, pairs j <= i, each on its own inputs", '<=', 1e-4),
-    'cosine': ('of the gradients of the loss, all c_attn and c_proj in one vector', '>=', 0.95),
+    'cosine': ('of the gradients of the loss on all windows, c_attn and c_proj in one vector', '>=',
+               0.95),
     'kl': ('KL(teacher || student) in nats, mean over tokens', '<=', 1e-3),
 }
 BESIDE = {
@@ -1031,40 +1057,40 @@ def verdict(key, value):
                                else 'FAIL')
 
 def attention_gradient(model, x, y):
-    """Gradient of the cross-entropy for all of the attention's weights, one vector."""
+    """Gradient of the cross-entropy, a sum, for all of the attention's weights, one vector."""
     params = [p for name, p in model.named_parameters() if '.attn.c_' in name]
     trained = [p.requires_grad for p in params]
     with torch.enable_grad():
         for p in params:
             p.requires_grad_(True)
-        loss = token_losses(model.features(x).flatten(0, 1), model.wte.weight, y.flatten()).mean()
+        loss = token_losses(model.features(x).flatten(0, 1), model.wte.weight, y.flatten()).sum()
         gradients = torch.autograd.grad(loss, params)
     for p, yes in zip(params, trained):
         p.requires_grad_(yes)
-    return torch.cat([g.flatten() for g in gradients]).double()
+    return torch.cat([g.flatten() for g in gradients])
 
 @torch.no_grad()
 def fidelity(task, student):
     """How close a student is to task.teacher on the validation windows.  [MA Sec. 2.4]"""
-    c, sums, cosines, models = task.config, {}, [], (task.teacher, student)
+    c, sums, gradients, models = task.config, {}, [0, 0], (task.teacher, student)
     for x, y in task.validation(max(1, min(c.batch_size, LOGITS // c.block_size // c.vocab_size))):
         maps, log_p = ([], []), []
         for model, watch in zip(models, maps):
             logits = F.linear(model.features(x, watch=watch), model.wte.weight)
             log_p.append(F.log_softmax(logits.float(), dim=-1))             # (B, T, V)
         (p, q), right = log_p, [(lp.argmax(-1) == y).sum() for lp in log_p]
-        gaps = [(a - b).double() for a, b in zip(*maps)]                    # of (B, nh, T, T)
+        gaps = [(a - b).float() for a, b in zip(*maps)]                     # of (B, nh, T, T)
         figures = dict(tokens=y.numel(), kl=(p.exp() * (p - q)).sum(), teacher=right[0],
                        student=right[1], same=(p.argmax(-1) == q.argmax(-1)).sum(),
                        log_ppl=(p - q).gather(-1, y[..., None]).sum(),
                        squares=sum(g.square().sum() for g in gaps) / len(gaps),
                        tv=torch.stack([g.abs().sum() / 2 for g in gaps]))
         sums = {key: sums.get(key, 0) + value for key, value in figures.items()}
-        cosines.append(F.cosine_similarity(*(attention_gradient(m, x, y) for m in models), dim=0))
+        gradients = [g + attention_gradient(m, x, y) for g, m in zip(gradients, models)]
     n, rows = sums['tokens'], sums['tokens'] * c.n_head
     figures = dict(accuracy=sums['student'] / sums['teacher'].clamp_min(1),
                    mse=sums['squares'] / rows / ((c.block_size + 1) / 2),
-                   cosine=torch.stack(cosines).mean(), kl=sums['kl'] / n,
+                   cosine=F.cosine_similarity(*gradients, dim=0), kl=sums['kl'] / n,
                    tv=sums['tv'].mean() / rows, worst=sums['tv'].max() / rows,
                    agreement=sums['same'] / n, ppl=(sums['log_ppl'] / n).exp())
     return dict({key: value.item() for key, value in figures.items()},
@@ -1101,17 +1127,17 @@ def peak(f, device):
     return max(itertools.accumulate(size for _, size in sorted(events, key=lambda e: e[0])))
 
 def ways(config):
-    """What is measured against what: {name: (masks, execution)}."""
-    return {'eager': ('all', 'dense'), 'sdpa': ('all', 'sdpa'),
-            'masks': (config.masks, 'blocked' if config.blocked else 'dense')}
+    """What is measured against what: {name: (masks, execution, reading)}."""
+    return {'eager': ('all', 'dense', ''), 'sdpa': ('all', 'sdpa', ''),
+            'masks': (config.masks, 'blocked' if config.blocked else 'dense', config.reading)}
 
 def operation(config, T, way, device, backward=True):
     """Attention alone on one sequence of T tokens -> a function without arguments."""
-    masks, how = ways(config)[way]
+    masks, how, reading = ways(config)[way]
     shape = 1, config.n_head, T, config.n_embd // config.n_head
     q, k, v, g = (torch.randn(shape, device=device) for _ in range(4))
     f = {'sdpa': functools.partial(F.scaled_dot_product_attention, is_causal=True),
-         'dense': functools.partial(dense_attention, masks=masks, reading=config.reading),
+         'dense': functools.partial(dense_attention, masks=masks, reading=reading),
          'blocked': functools.partial(blocked_attention, masks=masks)}[how]
     if not backward:
         return lambda: f(q, k, v)
@@ -1139,9 +1165,9 @@ def memory(config, T, device):
 
     for what, f, how in (('inference, last logits', infer, -1), ('inference, all logits', infer, 0),
                          ('training step', train, lambda: None), ('with AdamW', train, adam.step)):
-        for way, (masks, execution) in ways(c).items():
+        for way, setting in ways(c).items():
             for block in model.h:
-                block.attn.masks, block.attn.how, block.attn.reading = masks, execution, c.reading
+                block.attn.masks, block.attn.how, block.attn.reading = setting
             if what == 'with AdamW' and not adam.state:
                 f(how)  # the first step makes the state
             held = [*model.parameters(), *(t for s in adam.state.values() for t in s.values())]
@@ -1160,14 +1186,14 @@ def time_against_length(config, lengths, device):
     """Milliseconds, best of 3, of attention forward + backward -> rows, fitted exponents."""
     rows = []
     for T in lengths:
-        f = {way: operation(config, T, way, device) for way, (_, how) in ways(config).items()
+        f = {way: operation(config, T, way, device) for way, (_, how, _) in ways(config).items()
              if how != 'dense' or config.n_head * T * T <= 2.5e8}           # 3 GB of scores
         row = dict.fromkeys(ways(config), math.nan)
         for way in [*f] * 3:
             clock = now()
             f[way]()
-            if device.type == 'cuda':
-                torch.cuda.synchronize(device)
+            if device.type != 'cpu':
+                getattr(torch, device.type).synchronize()
             row[way] = np.fmin(row[way], 1e3 * (now() - clock)).item()
         rows.append(dict(tokens=T, **row))
     known = {way: [(r['tokens'], r[way]) for r in rows if r[way] == r[way]] for way in ways(config)}
@@ -1260,12 +1286,12 @@ def measure(options, config, given):
         table_of_criteria(rows, base / 'report.csv')
         return rows
     task, folder = reopen(options, config, given)
-    found = judge(task, folder, options['length'])
+    found = judge(task, folder, max(2, options['length']))
     return dict(found, **time_against_length(task.config, options['lengths'], task.device))
 
 def reopen(options, config, given):
     """The newest run, or the one that --resume names."""
-    config, folder, state = open_run(config, given, options['resume'] or 'newest')
+    config, folder, state = open_run(config, given, options['resume'])
     task = Task(config, resumed=True)
     restore(dict(model=task.model), state)
     print(f'run     {folder}, step {state["progress"][0]}, {config.masks}\nteacher {task.about}')
@@ -1280,10 +1306,11 @@ def scaling(options, config, given):
 def teach(options, config, given):
     """Train the teacher, or find it, and write it as a safetensors file."""
     text = load_text(config)
-    c = replace(config, tokenizer=text.tokenizer, init='',
+    c = replace(config, tokenizer=text.tokenizer,
                 vocab_size=max(config.vocab_size, text.vocab_size))
-    model, about, _ = get_teacher(c, text)
-    if options['save']:
+    model, about, _ = train_teacher(c, text)
+    print(f'teacher {about}, {count(model):,} parameters')
+    if options['save'] and RANK == 0:
         metadata = dict(n_head=str(model.config.n_head), tokenizer=text.tokenizer, about=about)
         write_safetensors(options['save'], model.state_dict(), metadata)
         print(f'files   {options["save"]}: {os.path.getsize(options["save"]):,} bytes')
@@ -1393,6 +1420,13 @@ def table(rows):
     for first, *line in lines:
         print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
 
+def agreed(x):
+    """What the first process has for x, in all of them."""
+    box = [x]
+    if WORLD > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
 def open_run(config, given, resume=None):
     """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
     'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
@@ -1402,7 +1436,7 @@ def open_run(config, given, resume=None):
         runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
         if not runs and resume == 'newest':
             fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = max(runs, key=os.path.getmtime, default=None)
+        resume = agreed(max(runs, key=os.path.getmtime, default=None))
     if resume:
         path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
         state = load_checkpoint(path)
@@ -1416,7 +1450,7 @@ def open_run(config, given, resume=None):
             folder = base / (name + f'-{n}' * (n > 1))
             if RANK == 0:
                 folder.mkdir(parents=True)
-            return config, folder, None
+            return config, agreed(folder), None
 
 def train(options, config, given):
     task, folder, state = start(config, given, options['resume'])
@@ -1457,7 +1491,7 @@ def compare(options, config, given):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
                  str(pick_device(c)), Path(__file__).read_text('utf-8'),
-                 Path(c.init).stat().st_mtime if c.init else '']
+                 Path(task.config.init).stat().st_mtime if task.config.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
@@ -1556,6 +1590,7 @@ def number(default, words):
 
 RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go on with the run in '
                            'PATH; alone: with the newest; auto: with the newest, if any')}
+NEWEST = {'--resume': {**RESUME['--resume'], 'default': 'newest', 'help': 'run to use [newest]'}}
 OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
         '--table': dict(choices=TABLES, help="a paper's experiment")}
 ACTIONS = {
@@ -1572,12 +1607,14 @@ def main(argv=None):
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    if 'data' not in given and config.data != 'builtin' and not Path('data', config.data).is_dir():
+    missing = 'data' not in given and config.data != 'builtin' and not Path(
+        'data', config.data).is_dir()
+    if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
               f'wants `python prepare_data.py {config.data}`')
         config = replace(config, data='builtin')
-    if options['preset']:
-        given = {**PRESETS[options['preset']], 'data': config.data, **given}
+    elif options['preset'] and not missing:
+        given = {**PRESETS[options['preset']], **given}
     torch.set_num_threads(config.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
@@ -1603,19 +1640,19 @@ def main(argv=None):
 # --- end of workbench
 
 def lengths(text):
-    return [max(1, int(n)) for n in text.split(',')]
+    return [max(2, int(n)) for n in text.split(',')]
 
 LENGTHS = dict(type=lengths, default='256,512,1024,2048,4096,8192', metavar='N,N,...',
                help='tokens of sequences to be timed [256,512,...,8192]')
 ACTIONS.update({
-    'report': (measure, {**RESUME, **OVER, '--length': number(1024, 'tokens of the memory table'),
+    'report': (measure, {**NEWEST, **OVER, '--length': number(1024, 'tokens of the memory table'),
                          '--lengths': LENGTHS}, 'Measure the five criteria.'),
     'scaling': (scaling, {'--lengths': dict(LENGTHS, default='1024', help='tokens [1024]')},
                 'Measure memory and time of a model of any size.'),
     'inspect': (inspect_masks, OVER, 'Train and watch the coefficients.'),
     'teacher': (teach, {'--save': dict(default='', metavar='FILE', help='safetensors file'),},
                 'Train a teacher.'),
-    'sample': (sample, {**RESUME, '--prompt': dict(help="text; default: the report's seven"),
+    'sample': (sample, {**NEWEST, '--prompt': dict(help="text; default: the report's seven"),
                         '--max-new-tokens': number(100, 'tokens'),
                         '--temperature': number(0.8, '0 takes the likeliest token'),
                         '--top-k': number(0, 'choose among the k likeliest; 0: among all')},

@@ -620,6 +620,9 @@ def parse(argv):
         help='a file, or a folder of files with their usual names, in place of the download')
     add('--no-verify', dest='verify', action='store_false', help='check neither size nor hash')
     add('--list', action='store_true', help='print the table of datasets')
+    if 'imagenet' in argv[:1]:
+        fail('imagenet: its licence is to be accepted at image-net.org; put its photos in '
+             'data/imagenet/train/CLASS and val/CLASS, or take imagenette, ten of its classes')
     hyphens = [re.sub(r'^--\w[\w-]*', lambda m: m[0].replace('_', '-'), a) for a in argv]
     args = p.parse_intermixed_args(hyphens)
     if args.list:
