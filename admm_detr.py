@@ -857,7 +857,7 @@ class CocoFolder:
         return x.flip(2) if plan.flip else x
 
 def read_photo(path, upright=False):
-    """Pillow's RGB image, as COCO's boxes want it: `upright` alone turns it as its EXIF data say."""
+    """Pillow's RGB image, as COCO's boxes want it: only `upright` heeds its EXIF data."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -1471,13 +1471,14 @@ def start(config, given, resume=None):
     formulas = [ATTENTION[name].__doc__.split('  ')[0].rstrip('.')
                 for name in (c.self_attention, c.cross_attention)]
     source = f'{c.data}: {len(task.train):,} images'
-    source = 'drawn shapes, new ones in every step,' if c.data == 'builtin' else source
+    source = 'drawn shapes, new ones every step,' if c.data == 'builtin' else source
     print(f'model   {c.variant}\n'
           f'        self-attention of the decoder: {formulas[0]}\n'
           f'        its cross-attention: {formulas[1]}\n'
           f'        {c.backbone} backbone, {c.enc_layers} + {c.dec_layers} layers, {c.hidden_dim} '
           f'wide, {c.num_queries} queries, {count(task.model):,} parameters\n'
-          f'data    {source} of {len(task.train.classes)} classes, {len(task.val):,} for validation\n'
+          f'data    {source} of {len(task.train.classes)} classes; {len(task.val):,} for '
+          f'validation\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
           f'run     {folder}' + ', resumed' * bool(state))
     if c.updates == 'printed':

@@ -1110,11 +1110,14 @@ def test_two_processes():
             command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
                        '--nproc-per-node', '2', script.__file__, *flags,
                        '--out-dir', str(path / 'two')]
+            older = path / 'two' / script.SCRIPT / one['folder'].name  # no process may look there
+            older.mkdir(parents=True)
+            (older / 'best.pt').write_text('of another run')
             for more in (['--max-iters', '3'], ['--resume']) if script is gpt else ([],):
                 done = subprocess.run(command + more, capture_output=True, text=True, timeout=120)
                 assert done.returncode == 0, done.stderr[-2000:]
                 assert done.stdout.count('files   ') == 1, done.stdout
-            two, = (path / 'two' / script.SCRIPT).glob('*-s1337')
+            two, = (path / 'two' / script.SCRIPT).glob('*-s1337-2')
             for key, p in weights(one['folder']).items():  # AdamW may enlarge a rounding error to
                 gap = (p - weights(two)[key]).abs()        # a whole step of an entry, but of few
                 assert gap.mean() < 2e-5 and gap.max() < 2e-3, (script.SCRIPT, key, gap.max())
@@ -1505,8 +1508,9 @@ def test_vit_set_adam():
 def test_vit_set_adam_multiplier():
     """A number alone, and equal ones, move twice as far as with Adam."""
     for p in (torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.zeros(300))):
-        adam = vit.SETAdam([p], 0.01)
-        p.grad = torch.ones_like(p)
+        idle = torch.nn.Parameter(torch.zeros(900))  # what does not move has no part in the figures
+        adam = vit.SETAdam([p, idle], 0.01)
+        p.grad, idle.grad = torch.ones_like(p), torch.zeros(900)
         adam.step()
         close(p.detach(), torch.full_like(p, -0.02), 1e-6)
         assert all(abs(x - 2) < 1e-4 for x in adam.multipliers()) and adam.multipliers()
@@ -2828,6 +2832,11 @@ def test_detr_photos():
         assert batch.shape == (2, 3, 50, 40) and mask.shape == (2, 50, 40)
         assert (batch[0, :, :, :25] == images[0]).all() and not batch[0, :, :, 25:].any()
         assert mask[0, :, 25:].all() and not mask[0, :, :25].any() and mask[1].sum() == 20 * 40
+        deep = np.linspace(0, 65535, 1600).astype(np.uint16).reshape(40, 40)  # 16 bits
+        for name in 'deep.png', 'deep.tif':
+            Image.fromarray(deep).save(path / name)
+            assert (np.asarray(detr.read_photo(path / name)) == (deep // 256)[..., None]).all()
+            assert (vit.read_photo(path / name, 40, middle=1.0) == deep // 256).all()
         file = path / 'train' / 'b.png'
         for mode in 'L', 'RGBA', 'P', '1', 'CMYK':  # any kind of photo
             kind = 'TIFF' if mode == 'CMYK' else 'PNG'
@@ -3145,10 +3154,12 @@ def test_detr_initial_weights():
             detr.load_weights(task.model, path / 'coco.pth', coco)
         assert task.model.class_embed.bias.tolist() == [1, 3, 90, 91]
         fresh = task.model.class_embed.bias.tolist()
-        coco.classes = ['cell', 'dish', 'lamp']  # other classes with the same ids: not these rows
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            detr.load_weights(task.model, path / 'coco.pth', coco)
-        assert task.model.class_embed.bias.tolist() == fresh and 'class_embed' in out.getvalue()
+        for ids, names in (([1, 3, 90], ['cell', 'dish', 'lamp']),  # other classes: not these rows
+                           ([1, 2, 3], ['person', 'helmet', 'car']), ([1, 3, 200], ['person'] * 3)):
+            coco.ids, coco.classes = ids, names
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                detr.load_weights(task.model, path / 'coco.pth', coco)
+            assert task.model.class_embed.bias.tolist() == fresh and 'class_embed' in out.getvalue()
 
         body = {key.removeprefix('backbone.0.body.'): p.clone() + 2
                 for key, p in detr.ResNet50().state_dict().items()}
@@ -3171,6 +3182,12 @@ def test_detr_recipe_without_its_files():
         code, out, _, result = run('--preset', 't4', '--max-iters', 0, '--eval-iters', 1,
                                    '--device', 'cpu', '--out-dir', path, script=detr)
         assert code == 0 and 'small backbone' in out and 'prepare_data.py coco' in out
+        again = ['--preset', 't4', '--max-iters', 1, '--eval-iters', 1, '--device', 'cpu',
+                 '--out-dir', path]
+        code, out, err, more = run(*again, '--resume', script=detr)
+        assert code == 0 and more['folder'] == result['folder'], err
+        code, out, err, _ = run('compare', *again, '--seeds', 0, '--over', 'power=5', script=detr)
+        assert code == 0, err
     assert len(detr.Task(detr_config()).train) > 1000
     for name, preset in detr.PRESETS.items():
         detr.Config(**preset)
