@@ -70,7 +70,7 @@ class Config:
     """Every flag of the command line. A comment may open with a condition on the value x."""
     # the papers' method
     attention: str = 'belief'      # x in ATTENTION: what reaches the output projection
-    gamma: float = None            # 0 < x < 1e6: AttentionX's; default 1 with zero_diag, else 3
+    gamma: float = None            # 0 < x < 1e6: AttentionX's; v1: 0.5; --zero-diag: 1; else 3
     zero_diag: bool = None         # no token attends to itself; default: in vit-small and tiny
     # model; None is the model's own
     model: str = 'tiny'            # x in MODELS: vit-small and tiny with shifted patches
@@ -251,7 +251,8 @@ ATTENTION = {
 }
 
 def default_gamma(attention, zero_diag, gamma=None):
-    """Gamma, or where it is None the papers' choice.  [AX2 Sec. 3.2]  ValueError out of range."""
+    """Gamma, or where it is None the papers' choice for GPT.  [AX2 Sec. 3.2]  ValueError out of
+    range."""
     if gamma is None:
         return 0.5 if attention == 'attentionx-v1' else 1.0 if zero_diag else 3.0
     if attention == 'attentionx' and not gamma >= 1:
