@@ -818,15 +818,18 @@ def test_checkpoint_survives_a_failed_write():
         refuse([str(path / 'file')], *tiny(path, '--out-dir', path / 'file'))
 
 def test_loss_that_is_not_finite():
-    loss = gpt.Task.loss
-    def broken(self, model, batch):
-        self.calls = getattr(self, 'calls', 0) + 1
-        return loss(self, model, batch) * (math.nan if self.calls == 5 else 1)
+    """Stops in its step, with one line; the last good checkpoint is intact, in all four scripts."""
     with folder() as path:
-        with unittest.mock.patch.object(gpt.Task, 'loss', broken):
-            refuse(['step 4', 'nan', 'ckpt.pt', 'holds step 3'], *tiny(path))
-        state = gpt.load_checkpoint(path / 'out/attentionx_gpt/attentionx-s1337/ckpt.pt')
-        assert all(p.isfinite().all() for p in state['model'].values())
+        for script, flags in small_runs(path).items():
+            def broken(self, model, batch, loss=script.Task.loss):
+                self.calls = getattr(self, 'calls', 0) + 1
+                return loss(self, model, batch) * (math.nan if self.calls == 5 else 1)
+            with unittest.mock.patch.object(script.Task, 'loss', broken):
+                refuse(['step 4', 'nan', 'ckpt.pt', 'holds step 3'], *flags, script=script)
+            found, = (path / 'out' / script.SCRIPT).glob('*-s1337/ckpt.pt')
+            state = script.load_checkpoint(found)
+            assert state['progress'][0] == 3
+            assert all(p.isfinite().all() for p in state['model'].values())
 
 def test_float16_training():
     """Autocast and loss scaling, on the CPU; the scaler is part of the checkpoint."""
