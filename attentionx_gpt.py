@@ -1119,7 +1119,8 @@ def number(default, words):
 
 RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go on with the run in '
                            'PATH; alone: with the newest; auto: with the newest, if any')}
-NEWEST = {'--resume': {**RESUME['--resume'], 'default': 'newest', 'help': 'run to use [newest]'}}
+NEWEST = {'--resume': dict(RESUME['--resume'], default='newest', help='the run to use [the newest]',
+                           type=lambda path: 'newest' if path == 'auto' else path)}
 OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
         '--table': dict(choices=TABLES, help="a paper's experiment")}
 ACTIONS = {

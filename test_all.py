@@ -798,6 +798,9 @@ def test_checkpoint_refusals():
                 refuse(['bad.pt'], *runs[script], '--init', bad, script=script)
             refuse(['nowhere'], '--resume', path / 'nowhere.pt', script=script)
             refuse(['no run'], '--resume', '--out-dir', path / 'nowhere', script=script)
+            reader = {gpt: 'sample', vit: 'predict x.png', detr: 'inspect', mask: 'sample'}[script]
+            refuse(['no run'], *reader.split(), '--resume', 'auto', '--out-dir', path / 'nowhere',
+                   script=script)
         assert not (path / 'executed').exists()
 
 def test_checkpoint_survives_a_failed_write():
