@@ -3138,6 +3138,24 @@ def test_detr_accumulation():
         for a, b in zip(weights(one).values(), weights(four).values()):
             close(a, b, 2e-4)
 
+def test_detr_lasso_is_restless():
+    """Of two pictures of a scene that differ in pixel noise alone, softmax has the same coefficients
+    and the Lasso others, half of them negative: before training, with the default settings."""
+    task = detr.Task(detr.Config(eval_iters=1, device='cpu'))
+    c, model = task.config, task.model.eval()
+    images = torch.stack([task.val.render(plan) for plan in task.plans[:16]])
+    torch.manual_seed(0)
+    views = [images + 0.04 / torch.tensor(detr.STD) * torch.randn(images.shape) for _ in range(2)]
+    query, agree = model.query_embed.weight.expand(16, -1, -1), {}
+    with torch.no_grad():
+        for kind in ('no-weights', 'admm'):
+            module = detr.MultiheadAttention(c, kind)
+            x, y = (module.coefficients(*module.heads(query, memory + pos, memory))[0]
+                    for memory, pos, *_ in map(model.encode, views))
+            agree[kind] = F.cosine_similarity(x, y, dim=-1).mean()
+    assert agree['no-weights'] > 0.9 and agree['admm'] < 0.5, agree
+    assert 0.45 < (x < 0).float().mul(x.abs()).sum() / x.abs().sum() < 0.55
+
 def test_detr_initial_weights():
     """--init takes DETR's layout, COCO's classes by their ids, torchvision's backbone, our own."""
     with folder() as path:
