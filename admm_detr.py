@@ -935,7 +935,7 @@ def write_png(path, pixels):
             f.write(struct.pack('>I', zlib.crc32(name + data)))
 
 # --- harness (identical in all four scripts; test_all.py checks)
-SCRIPT = Path(__file__).stem
+SCRIPT, SOURCE = Path(__file__).stem, Path(__file__).read_text('utf-8')  # as it runs
 RANK, WORLD = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
 FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes', 'device',
         'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
@@ -976,6 +976,7 @@ def parse(argv, actions):
     p.add_argument('--preset', choices=PRESETS, help='named settings (default: tiny; t4 on CUDA)')
     for name, (kind, default, condition, words) in flags().items():
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
+        condition = re.sub('[A-Z]{2,}', lambda m: ', '.join(globals()[m[0]]), condition)
         words = f'{words} {condition and f"({condition})"} [{default}]'
         p.add_argument('--' + name.replace('_', '-'), *['--lr'] * (name == 'learning_rate'),
                        default=argparse.SUPPRESS, help=words.replace('%', '%%'), **how)
@@ -1465,8 +1466,9 @@ def bytes_of(images):
 
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
+    task = None if resume else Task(config)  # first, so that bad data leave no empty folder
     config, folder, state = open_run(config, given, resume)
-    task = Task(config, resumed=bool(state))
+    task = task or Task(config, resumed=bool(state))
     c, (device, dtype, why) = task.config, pick_device(config)
     formulas = [ATTENTION[name].__doc__.split('  ')[0].rstrip('.')
                 for name in (c.self_attention, c.cross_attention)]
@@ -1496,7 +1498,8 @@ def report(task, folder, result):
              (('training', 'loss'), ('validation', 'val_loss'))}
     values = [y for _, y in lines['training'] or lines['validation']]
     print(f'loss    {sparkline(values)} {values[0]:.2f} to {values[-1]:.2f}')
-    print('result  ' + ', '.join(f'{key} {value:.3f}' for key, value in task.coco.items()
+    figures = task.coco or result  # the latter where this run of the script has evaluated nothing
+    print('result  ' + ', '.join(f'{key} {value:.3f}' for key, value in figures.items()
                                  if key[:2] == 'AP' and value >= 0))
     files = draw(folder / 'curves.png', [
         ('loss', 'step', lines),
@@ -1614,14 +1617,14 @@ def bench_solvers(options, config, given):
             c = replace(config, iterations=iterations, cross_attention=kind, updates='textbook',
                         recompute=name == 'recomputed')
             module, times = MultiheadAttention(replace(c, nheads=1, hidden_dim=32), kind), []
-            while len(times) < options['rounds'] and sum(times) < 1:
+            while len(times) <= options['rounds'] and sum(times[1:]) < 1:  # the first warms up
                 clock = now()
                 kept, y = kept_bytes(lambda: module(*(t[:, 0] for t in (q, k, v))))
                 y.square().sum().backward()
                 if device.type == 'cuda':
                     torch.cuda.synchronize()
                 times.append(now() - clock)
-            row.update({f'{name} ms': 1e3 * min(times), f'{name} MB': kept / 1e6})
+            row.update({f'{name} ms': 1e3 * min(times[1:]), f'{name} MB': kept / 1e6})
         rows.append(row)
     print(' '.join(bench_solvers.__doc__.split(';')[0].split()) + ':')
     table(rows)
@@ -1728,11 +1731,14 @@ def cases_of(options, config):
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
+            if field in ('seed', 'threads', 'out_dir', *next(iter(cases.values()))):
+                fail(f'--over {spec}: {field} cannot be compared, or is twice there')
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
         return {name: replace(config, **case) for name, case in cases.items()}
     except KeyError as e:
-        fail(f'--over {spec}: wants FIELD=VALUE,VALUE with a field that --help names, not {e}')
+        fail(f'--over {spec}: wants FIELD=VALUE,VALUE, a field that --help names and values it '
+             f'takes (true, false), not {e}')
     except ValueError as e:
         fail(f'--over: {e}')
 
@@ -1748,7 +1754,7 @@ def compare(options, config, given):
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
-                 str(pick_device(c)), Path(__file__).read_text('utf-8'),
+                 str(pick_device(c)), SOURCE,
                  Path(task.config.init).stat().st_mtime if task.config.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
@@ -1759,14 +1765,15 @@ def compare(options, config, given):
             print(f'{label}found in {folder}')
         result = fit(task, task.config, folder, state, label)
         if result['iter'] < task.config.max_iters:
-            fail('--max-minutes are over; the same command goes on from here')
+            fail('the time limit, --max-minutes, is reached; the same command goes on from here')
         runs.setdefault(name, []).append(dict(result, parameters=count(task.model)))
     return tabulate(runs, base, Task.metrics)
 
 def tabulate(runs, base, metrics):
     """Print a comparison, {case: [result of each seed]}, and write it as csv and png."""
     rows, reference = [], next(iter(runs.values()))
-    mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in reference)]
+    every = [r for mine in runs.values() for r in mine]
+    mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in every)]
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
     for metric, (case, mine) in itertools.product(kept, runs.items()):
         gaps = [r[metric] - first[metric] for r, first in zip(mine, reference)]
@@ -1779,8 +1786,9 @@ def tabulate(runs, base, metrics):
         if case == next(iter(runs)):
             print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
                   f'{"t":>7}{"seconds":>9}')
-        print('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-              '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**rows[-1]))
+        line = ('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
+                '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}').format(**rows[-1])
+        print(re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line))  # of one seed, or no difference
     write_csv(base / 'compare.csv', rows)
     metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
@@ -1816,7 +1824,7 @@ def bench(options, config, given):
     for name, c in cases.items():
         cases[name] = task = Task(c)
         task.wrapped = torch.compile(task.model) if c.compile else task.model
-        task.one_batch, task.steps = task.batch(0, range(config.batch_size)), task.optimizer()
+        task.one_batch, task.steps = task.batch(0, range(c.batch_size)), task.optimizer()
         kept = {}  # what the backward pass needs, by the place where it lies
         def keep(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -1837,7 +1845,9 @@ def bench(options, config, given):
         first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
         median = statistics.median(own[2:])
-        pace = f'{word}_{task.unit[:3]}/s', round(config.batch_size * task.per_row / median)
+        task = cases[name]
+        pace = (f'{word}_{task.unit[:3]}/s',
+                round(task.config.batch_size * task.per_row / median))
         rows[name].update([(word + '_ms', 1e3 * median), (word + '_ratio', ratio),
                            (word + '_iqr', high - low), pace])
     table(list(rows.values()))
@@ -1863,7 +1873,7 @@ def main(argv=None):
     """Do what the command line says -> the figures that came out."""
     for stream in (sys.stdout, sys.stderr):
         getattr(stream, 'reconfigure', lambda **_: None)(errors='replace', line_buffering=True)
-    if RANK:
+    if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
     missing = 'data' not in given and config.data != 'builtin' and not Path(
@@ -1886,7 +1896,11 @@ def main(argv=None):
         return function(options, config, given)
     except OSError as e:
         fail(f'{e.filename or "system"}: {e.strerror or e}')
-    except (MemoryError, torch.OutOfMemoryError) as e:
+    except ImportError as e:
+        fail(f'{e.name} is missing: pip install {e.name}')
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', str(e)):
+            raise
         fail(f'out of memory ({str(e).splitlines()[0][:90]}): a smaller --batch-size, with more '
              '--grad-accum-steps for it, takes the same steps')
     except KeyboardInterrupt:

@@ -607,7 +607,7 @@ def load_folders(folder):
     """Photos in a folder for each class, or in train/CLASS and val/CLASS; the latter is the test
     set, as ImageNet's is."""
     root = folder / 'train' if (folder / 'train').is_dir() else folder
-    names = sorted(p.name for p in root.iterdir() if p.is_dir())
+    names = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name[0] != '.')
     if len(names) < 2:
         fail(f'{folder} is no image data: it needs train.npz and test.npz, or a folder of photos '
              'for each class, or train/CLASS/*.jpg and val/CLASS/*.jpg')
@@ -853,7 +853,7 @@ def write_png(path, pixels):
             f.write(struct.pack('>I', zlib.crc32(name + data)))
 
 # --- harness (identical in all four scripts; test_all.py checks)
-SCRIPT = Path(__file__).stem
+SCRIPT, SOURCE = Path(__file__).stem, Path(__file__).read_text('utf-8')  # as it runs
 RANK, WORLD = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
 FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes', 'device',
         'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
@@ -894,6 +894,7 @@ def parse(argv, actions):
     p.add_argument('--preset', choices=PRESETS, help='named settings (default: tiny; t4 on CUDA)')
     for name, (kind, default, condition, words) in flags().items():
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
+        condition = re.sub('[A-Z]{2,}', lambda m: ', '.join(globals()[m[0]]), condition)
         words = f'{words} {condition and f"({condition})"} [{default}]'
         p.add_argument('--' + name.replace('_', '-'), *['--lr'] * (name == 'learning_rate'),
                        default=argparse.SUPPRESS, help=words.replace('%', '%%'), **how)
@@ -1310,10 +1311,11 @@ def attention_maps(model, images):
 
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
+    task = None if resume else Task(config)  # first, so that bad data leave no empty folder
     config, folder, state = open_run(config, given, resume)
     if state and 'val_acc' in state:
         fail(f'{resume} has weights to predict with, but no run to go on with: name its folder')
-    task = Task(config, resumed=bool(state))
+    task = task or Task(config, resumed=bool(state))
     c, s, data = task.config, task.config.shape, task.data
     device, dtype, why = pick_device(config)
     formula = ATTENTION[c.attention].__doc__.split('  ')[0].rstrip('.')
@@ -1341,7 +1343,7 @@ def report(task, folder, result):
     scores = points(result['log'], 'iter', 'val_acc')
     step, best = max(scores, key=lambda score: score[1])
     result.update(best_iter=step, best_val_acc=best, linear_acc=linear_accuracy(task))
-    print(f'result  validation accuracy {100 * result["val_acc"]:.1f} % after the last step, '
+    print(f'result  validation accuracy {100 * result["val_acc"]:.1f} % in step {scores[-1][0]}, '
           f'{100 * best:.1f} % at best (step {step})')
     if 'test_acc' in result:
         print('        test accuracy ' + ', '.join(
@@ -1511,11 +1513,14 @@ def cases_of(options, config):
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
+            if field in ('seed', 'threads', 'out_dir', *next(iter(cases.values()))):
+                fail(f'--over {spec}: {field} cannot be compared, or is twice there')
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
         return {name: replace(config, **case) for name, case in cases.items()}
     except KeyError as e:
-        fail(f'--over {spec}: wants FIELD=VALUE,VALUE with a field that --help names, not {e}')
+        fail(f'--over {spec}: wants FIELD=VALUE,VALUE, a field that --help names and values it '
+             f'takes (true, false), not {e}')
     except ValueError as e:
         fail(f'--over: {e}')
 
@@ -1531,7 +1536,7 @@ def compare(options, config, given):
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
-                 str(pick_device(c)), Path(__file__).read_text('utf-8'),
+                 str(pick_device(c)), SOURCE,
                  Path(task.config.init).stat().st_mtime if task.config.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
@@ -1542,14 +1547,15 @@ def compare(options, config, given):
             print(f'{label}found in {folder}')
         result = fit(task, task.config, folder, state, label)
         if result['iter'] < task.config.max_iters:
-            fail('--max-minutes are over; the same command goes on from here')
+            fail('the time limit, --max-minutes, is reached; the same command goes on from here')
         runs.setdefault(name, []).append(dict(result, parameters=count(task.model)))
     return tabulate(runs, base, Task.metrics)
 
 def tabulate(runs, base, metrics):
     """Print a comparison, {case: [result of each seed]}, and write it as csv and png."""
     rows, reference = [], next(iter(runs.values()))
-    mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in reference)]
+    every = [r for mine in runs.values() for r in mine]
+    mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in every)]
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
     for metric, (case, mine) in itertools.product(kept, runs.items()):
         gaps = [r[metric] - first[metric] for r, first in zip(mine, reference)]
@@ -1562,8 +1568,9 @@ def tabulate(runs, base, metrics):
         if case == next(iter(runs)):
             print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
                   f'{"t":>7}{"seconds":>9}')
-        print('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-              '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}'.format(**rows[-1]))
+        line = ('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
+                '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}').format(**rows[-1])
+        print(re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line))  # of one seed, or no difference
     write_csv(base / 'compare.csv', rows)
     metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
@@ -1599,7 +1606,7 @@ def bench(options, config, given):
     for name, c in cases.items():
         cases[name] = task = Task(c)
         task.wrapped = torch.compile(task.model) if c.compile else task.model
-        task.one_batch, task.steps = task.batch(0, range(config.batch_size)), task.optimizer()
+        task.one_batch, task.steps = task.batch(0, range(c.batch_size)), task.optimizer()
         kept = {}  # what the backward pass needs, by the place where it lies
         def keep(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -1620,7 +1627,9 @@ def bench(options, config, given):
         first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
         median = statistics.median(own[2:])
-        pace = f'{word}_{task.unit[:3]}/s', round(config.batch_size * task.per_row / median)
+        task = cases[name]
+        pace = (f'{word}_{task.unit[:3]}/s',
+                round(task.config.batch_size * task.per_row / median))
         rows[name].update([(word + '_ms', 1e3 * median), (word + '_ratio', ratio),
                            (word + '_iqr', high - low), pace])
     table(list(rows.values()))
@@ -1646,7 +1655,7 @@ def main(argv=None):
     """Do what the command line says -> the figures that came out."""
     for stream in (sys.stdout, sys.stderr):
         getattr(stream, 'reconfigure', lambda **_: None)(errors='replace', line_buffering=True)
-    if RANK:
+    if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
     missing = 'data' not in given and config.data != 'builtin' and not Path(
@@ -1669,7 +1678,11 @@ def main(argv=None):
         return function(options, config, given)
     except OSError as e:
         fail(f'{e.filename or "system"}: {e.strerror or e}')
-    except (MemoryError, torch.OutOfMemoryError) as e:
+    except ImportError as e:
+        fail(f'{e.name} is missing: pip install {e.name}')
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', str(e)):
+            raise
         fail(f'out of memory ({str(e).splitlines()[0][:90]}): a smaller --batch-size, with more '
              '--grad-accum-steps for it, takes the same steps')
     except KeyboardInterrupt:
