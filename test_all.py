@@ -1136,7 +1136,7 @@ def test_two_processes():
             older = path / 'two' / script.SCRIPT / one['folder'].name  # no process may look there
             older.mkdir(parents=True)
             (older / 'best.pt').write_text('of another run')
-            for more in (['--max-iters', '3'], ['--resume']) if script is gpt else ([],):
+            for more in (['--max-iters', '3'], ['--resume']):
                 done = subprocess.run(command + more, capture_output=True, text=True, timeout=120)
                 assert done.returncode == 0, done.stderr[-2000:]
                 assert done.stdout.count('files   ') == 1, done.stdout
