@@ -476,7 +476,7 @@ def prepared(folder):
 
 @contextlib.contextmanager
 def workshop(folder):
-    """Lock `folder`, yield its empty subfolder tmp, and leave neither tmp nor empty folders."""
+    """Lock `folder`, yield an empty folder in it, and leave neither that nor empty folders."""
     tmp = folder / '.unfinished'
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY) if fcntl else None

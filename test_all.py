@@ -3987,16 +3987,23 @@ def tar_of(members):
     return buffer.getvalue()
 
 @contextlib.contextmanager
-def serving(body, cuts=0, ranges=True, lie=b''):
+def serving(body, cuts=0, ranges=True, lie=b'', pause=0):
     """Serve `body` on 127.0.0.1: the first `cuts` answers break off half-way; yields (url, log).
 
-    log has the Range header of each request. `lie` is served in place of `body` from /lie.
+    log has the Range header of each request. `lie` is served in place of `body` from /lie; /moved
+    redirects; an answer comes after `pause` seconds.
     """
     log, left = [], [cuts]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             log.append(self.headers.get('Range'))
+            if self.path.startswith('/moved'):
+                self.send_response(302)
+                self.send_header('Location', self.path.replace('moved', 'here'))
+                self.send_header('Content-Length', '0')
+                return self.end_headers()
+            time.sleep(pause)
             data, first = (lie if self.path.startswith('/lie') else body), 0
             if ranges and log[-1]:
                 first = int(log[-1][6:-1])
@@ -4016,6 +4023,7 @@ def serving(body, cuts=0, ranges=True, lie=b''):
             pass
 
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    server.handle_error = lambda *_: None  # a client that hung up
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         with unittest.mock.patch.object(prepare_data, 'PAUSE', 0):
@@ -4161,6 +4169,35 @@ def test_prepare_fetch():
             assert pathlib.Path(d, 'shakespeare', 'download', 'input.txt').read_bytes() == body
             refused('utf-8', *run)
             assert len(log) == 1, 'the kept download was fetched again'
+
+def test_prepare_servers():
+    """One that redirects, one that is slow, and one that says nothing at all."""
+    body = b'to be or not to be\n' * 25000
+    with tempfile.TemporaryDirectory() as d:
+        path = pathlib.Path(d, 'a.bin')
+        with serving(body, cuts=1) as (url, log):
+            assert fetch([url + 'moved'], path, len(body), None) == '' and path.read_bytes() == body
+            assert len(log) == 4 and log[2] == log[3] > 'bytes=0-', log  # asked again, the rest
+        with serving(body, pause=0.3) as (url, log):
+            assert fetch([url], path, len(body), None) == '' and len(log) == 1
+            path.unlink()
+            with unittest.mock.patch.object(prepare_data, 'TIMEOUT', 0.05):
+                assert 'ReadTimeout' in fetch([url], path, len(body), None)
+            assert len(log) == 1 + prepare_data.ATTEMPTS and not path.exists()
+
+def test_prepare_two_at_once():
+    """Two processes that prepare the same data: one does it, the other is told so or finds it."""
+    body = b'to be or not to be\n' * 5000
+    with tempfile.TemporaryDirectory() as d, serving(body, pause=1) as (url, log):
+        argv = ['shakespeare', '--tokenizer', 'bytes', '--data-dir', d]
+        script = ('import prepare_data as p; p.DATASETS["shakespeare"].update('
+                  f'files=[(["{url}"], {len(body)}, None)]); p.main({argv})')
+        both = [subprocess.Popen([sys.executable, '-c', script], cwd=HERE, text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+        said = [p.communicate(timeout=60) for p in both]
+        assert min(p.returncode for p in both) == 0 and len(log) == 1, said
+        assert all(p.returncode == 0 or err.count('\n') == 1 for p, (_, err) in zip(both, said))
+        assert prepare_data.prepared(pathlib.Path(d, 'shakespeare'))
 
 def test_prepare_archives():
     with tempfile.TemporaryDirectory() as d:
