@@ -2,7 +2,7 @@
 
     python test_all.py                 # all of them
     python test_all.py belief resume   # those with one of these words in their name
-    python test_all.py --soak          # hundreds of kills and full disks instead, some minutes
+    python test_all.py --soak          # hundreds of kills and full disks instead, ten minutes
     pytest test_all.py                 # the same tests, if you have pytest
 
 No network, no files but this repository's, nothing written outside temporary folders.
