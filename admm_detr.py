@@ -1876,8 +1876,8 @@ def main(argv=None):
     if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    missing = 'data' not in given and config.data != 'builtin' and not Path(
-        'data', config.data).is_dir()
+    there = config.data == 'builtin' or Path('data', config.data).is_dir()
+    missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
               f'wants `python prepare_data.py {config.data}`')

@@ -222,8 +222,7 @@ ATTENTION = {
 }
 
 def default_gamma(attention, zero_diag, gamma=None):
-    """Gamma, or where it is None the papers' choice for GPT.  [AX2 Sec. 3.2]  ValueError out of
-    range."""
+    """Gamma, by default the papers' choice for GPT; ValueError out of range.  [AX2 Sec. 3.2]"""
     if gamma is None:
         return 0.5 if attention == 'attentionx-v1' else 1.0 if zero_diag else 3.0
     if attention == 'attentionx' and not gamma >= 1:
@@ -1146,8 +1145,8 @@ def main(argv=None):
     if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    missing = 'data' not in given and config.data != 'builtin' and not Path(
-        'data', config.data).is_dir()
+    there = config.data == 'builtin' or Path('data', config.data).is_dir()
+    missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
               f'wants `python prepare_data.py {config.data}`')

@@ -960,13 +960,13 @@ class Task(Pretraining):
             fail(f'the teacher ({self.about}) has {t.vocab_size} tokens, {t.block_size} positions: '
                  f'too few for {self.text.vocab_size} tokens in windows of --block-size '
                  f'{c.block_size}')
-        sums = functools.reduce(lambda crc, p: zlib.crc32(p.cpu().numpy(), crc),
-                                self.teacher.parameters(), 0)
-        if c.teacher not in ('', f'{sums:08x}'):
+        crc = functools.reduce(lambda crc, p: zlib.crc32(p.cpu().numpy(), crc),
+                               self.teacher.parameters(), 0)
+        if c.teacher not in ('', f'{crc:08x}'):
             fail(f'--teacher {c.teacher}: that is not the one to be had now ({self.about}, '
-                 f'{sums:08x}); name its file in --init, or train anew')
+                 f'{crc:08x}); name its file in --init, or train anew')
         self.config = c = replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
-                                  vocab_size=t.vocab_size, teacher=f'{sums:08x}')
+                                  vocab_size=t.vocab_size, teacher=f'{crc:08x}')
         self.model, self.per_row = substitute(self.teacher, c), c.block_size
         self.stamp = [self.text.stamp, mark]
         self.prepare_windows()
@@ -1616,8 +1616,8 @@ def main(argv=None):
     if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    missing = 'data' not in given and config.data != 'builtin' and not Path(
-        'data', config.data).is_dir()
+    there = config.data == 'builtin' or Path('data', config.data).is_dir()
+    missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
               f'wants `python prepare_data.py {config.data}`')
