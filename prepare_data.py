@@ -534,6 +534,9 @@ def prepare(args):
     if old and (old.get('tokenizer', 'images'), old.get('source')) == (tokenizer, source):
         print(f'{folder} is prepared already ({tokenizer}, {source})')
         return old
+    if not weights and folder.is_dir() and not (folder / 'meta.json').exists():
+        if {path.name for path in folder.iterdir()} - {'download', '.unfinished'}:
+            fail(f'{folder} has files that come from elsewhere: move them, or give another --name')
 
     encoder = None if 'ready' in spec else load_tokenizer(tokenizer)  # it can fail: so it is first
     with workshop(folder) as tmp:
@@ -574,8 +577,8 @@ def prepare(args):
         new = sorted(tmp.iterdir(), key=lambda path: path.name == 'meta.json')
         for path in new:
             sync(path)
-        # without meta.json the folder counts as unprepared: old and new files never pass as one
-        (folder / 'meta.json').unlink(missing_ok=True)
+        # an empty one is no meta.json at all: old and new files never pass as one dataset
+        (folder / 'meta.json').write_bytes(b'')
         for path in new:
             if path.is_dir():
                 shutil.rmtree(folder / path.name, ignore_errors=True)

@@ -4132,6 +4132,11 @@ def test_prepare_refuses():
             refused('TIKTOKEN_CACHE_DIR', 'text', d / 'tiny', '--data-dir', d / 'data')
         (d / 'file').write_text('')
         refused('file', 'text', d / 'latin', '--tokenizer', 'bytes', '--data-dir', d / 'file')
+        (d / 'data' / 'tiny').mkdir(parents=True)
+        (d / 'data' / 'tiny' / 'train.bin').write_bytes(b'by hand')
+        (d / 'tiny').write_bytes(b'text' * 99)
+        refused('from elsewhere', 'text', d / 'tiny', *data)
+        assert (d / 'data' / 'tiny' / 'train.bin').read_bytes() == b'by hand'
 
 def test_prepare_fetch():
     body = np.random.default_rng(0).bytes(500_000)
