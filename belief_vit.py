@@ -101,7 +101,7 @@ class Config:
     grad_accum_steps: int = 1      # 1 <= x <= 1e6: batches in an optimiser step, over all processes
     optimizer: str = 'adamw'       # x in ('adamw', 'adam', 'set-adam'): the last is the papers'
     learning_rate: float = 2e-3    # 0 < x <= 100: at its peak
-    min_lr: float = 0.0            # 0 <= x <= 100: where the cosine ends
+    min_lr: float = 0.0            # 0 <= x <= 100: where the cosine ends, below that peak
     schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'step', 'constant'): after warmup
     warmup_iters: int = 50         # x >= 0: steps of linear warmup
     warmdown_iters: int = 0        # x >= 0: last steps, down to 0 (trapezoid) or at 0.1 (step)
@@ -874,8 +874,11 @@ def check(config):
     for name, (_, default, condition, _) in flags().items():
         x = getattr(config, name)
         if condition and x is not default and not eval(condition, globals(), dict(x=x)):
-            condition = re.sub('[A-Z]+', lambda m: ', '.join(globals()[m[0]]), condition)
+            condition = re.sub('[A-Z]{2,}', lambda m: ', '.join(globals()[m[0]]), condition)
             raise ValueError(f'--{name.replace("_", "-")} {x}: wants {condition}')
+    if config.schedule == 'cosine' and config.min_lr > config.learning_rate:
+        raise ValueError(f'--min-lr {config.min_lr:g}: the cosine should end below its peak, '
+                         f'--learning-rate {config.learning_rate:g}')
 
 def parse(argv, actions):
     """argv -> function of the action, its options, Config, the Config fields given explicitly."""
@@ -1590,7 +1593,7 @@ def bench(options, config, given):
     autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
     rounds, cases, times, rows = options['rounds'], cases_of(options, config), {}, {}
     if rounds < 2:
-        fail('--rounds must be at least 2')
+        fail(f'--rounds {rounds}: wants at least 2')
 
     def step(task, training):
         with autocast(), torch.set_grad_enabled(training):
@@ -1642,7 +1645,7 @@ RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go o
 NEWEST = {'--resume': dict(RESUME['--resume'], default='newest', help='the run to use [the newest]',
                            type=lambda path: 'newest' if path == 'auto' else path)}
 OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
-        '--table': dict(choices=TABLES, help="a paper's experiment")}
+        '--table': dict(choices=TABLES, help='named rows of settings [the first]')}
 ACTIONS = {
     'train': (train, RESUME, 'Train a model.'),
     'compare': (compare, {**OVER, '--seeds': dict(default='0,1,2', help='a run each [0,1,2]')},
@@ -1661,7 +1664,7 @@ def main(argv=None):
     missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
-              f'wants `python prepare_data.py {config.data}`')
+              f'wants `python prepare_data.py {config.data}` (how much of it: README.md, Data)')
         config = replace(config, data='builtin')
     elif options['preset'] and not missing:
         given = {**PRESETS[options['preset']], **given}
