@@ -103,7 +103,7 @@ class Config:
     beta2: float = 0.999           # 0 <= x < 1: AdamW's second moment
     grad_clip: float = 0.1         # 0 <= x < 1e9: largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # x >= 1: steps between evaluations, and between checkpoints
-    eval_iters: int = 0            # 0 <= x <= 1e6: validation batches; 0 for all there are
+    eval_rows: int = 0             # 0 <= x <= 1e6: validation images; 0 for all there are
     log_interval: int = 10         # x >= 1: steps between lines in log.csv
     max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop a run after so long; 0: never
     # machine
@@ -937,7 +937,7 @@ def write_png(path, pixels):
 # --- harness (identical in all four scripts; test_all.py checks)
 SCRIPT, SOURCE = Path(__file__).stem, Path(__file__).read_text('utf-8')  # as it runs
 RANK, WORLD = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-FREE = {'max_iters', 'eval_interval', 'eval_iters', 'log_interval', 'max_minutes', 'device',
+FREE = {'max_iters', 'eval_interval', 'eval_rows', 'log_interval', 'max_minutes', 'device',
         'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
 
 def fail(message):
@@ -1071,6 +1071,8 @@ def fit(task, config, folder, state=None, label=''):
     model, optimizer = task.model, parts['optimizer']
     it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
     restore(parts if state else {}, state)
+    if state and state.get('stamp') != json.dumps(task.stamp):
+        print('note    the data, or their dates, are not those that this run has seen so far')
     for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
         group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
     n = config.batch_size * config.grad_accum_steps
@@ -1108,7 +1110,7 @@ def fit(task, config, folder, state=None, label=''):
         if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
             save_checkpoint(folder / 'ckpt.pt', dict(
                 {name: part.state_dict() for name, part in parts.items()}, config=asdict(config),
-                progress=json.dumps([it, seconds, losses, log])))
+                stamp=json.dumps(task.stamp), progress=json.dumps([it, seconds, losses, log])))
             write_csv(folder / 'log.csv', log)
             saved, wrote = it, now()
         if done or halt:
@@ -1170,7 +1172,7 @@ class Task:
             load_weights(self.model, c.init, self.train)
         self.model.to(self.device)
         self.pool, self.ahead = concurrent.futures.ThreadPoolExecutor(os.cpu_count()), {}
-        rows = range(len(self.val))[:c.eval_iters * c.batch_size or None]
+        rows = range(len(self.val))[:c.eval_rows or None]
         self.plans = [self.val.plan(row) for row in rows]
 
     def optimizer(self):
@@ -1651,26 +1653,23 @@ def draw(path, panels, ordered=False):
     if RANK:
         return []
     try:
-        import matplotlib
+        from matplotlib import colormaps, figure
     except ImportError:
         print(f'no {path.name}: pictures want `pip install matplotlib`')
         return []
-    matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
     across, down = min(4, len(panels)), -(-len(panels) // 4)
-    figure, axes = plt.subplots(down, across, squeeze=False, figsize=(5 * across, 3.6 * down))
+    picture = figure.Figure(figsize=(5 * across, 3.6 * down), layout='tight')
+    axes = picture.subplots(down, across, squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.axis('off')
     for axis, (title, label, lines) in zip(axes.flat, panels):
         for i, (name, line) in enumerate(lines.items()):
-            shade = plt.cm.viridis(0.9 * i / max(1, len(lines) - 1))
+            shade = colormaps['viridis'](0.9 * i / max(1, len(lines) - 1))
             axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
         axis.set(title=title, xlabel=label)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    picture.savefig(path, dpi=110)
     return [path.name]
 
 def count(model):
@@ -1696,7 +1695,7 @@ def open_run(config, given, resume=None):
     'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
     base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
     if resume in ('auto', 'newest'):
-        wanted = name + r'(-\d+)?' if set(given) - FREE else '.*'
+        wanted = re.escape(name) + r'(-\d+)?' if set(given) - FREE else '.*'
         runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
         if not runs and resume == 'newest':
             fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
@@ -1734,7 +1733,7 @@ def cases_of(options, config):
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
-            if field in ('seed', 'threads', 'out_dir', *next(iter(cases.values()))):
+            if field in ('seed', 'data', 'tokenizer', 'threads', 'out_dir', *[*cases.values()][0]):
                 fail(f'--over {spec}: {field} cannot be compared, or is twice there')
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
@@ -1750,7 +1749,8 @@ def compare(options, config, given):
     so one that is finished is not repeated, and one that was interrupted goes on."""
     base, runs = Path(config.out_dir, SCRIPT, 'compare'), {}
     try:
-        plan = [(name, replace(c, seed=int(seed))) for seed in options['seeds'].split(',')
+        seeds = dict.fromkeys(map(int, options['seeds'].split(',')))
+        plan = [(name, replace(c, seed=seed)) for seed in seeds
                 for name, c in cases_of(options, config).items()]
     except ValueError as e:
         fail(f'--seeds {options["seeds"]}: {e}')
@@ -1762,9 +1762,8 @@ def compare(options, config, given):
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
         folder.mkdir(parents=True, exist_ok=True)
-        found = (folder / 'ckpt.pt').exists()
-        state = load_checkpoint(folder / 'ckpt.pt') if found else None
-        if found:
+        path = folder / 'ckpt.pt'
+        if state := load_checkpoint(path) if path.exists() else None:
             print(f'{label}found in {folder}')
         result = fit(task, task.config, folder, state, label)
         if result['iter'] < task.config.max_iters:
@@ -1798,7 +1797,7 @@ def tabulate(runs, base, metrics):
                               for at in zip(*(points(late(r), x, metric) for r in mine))]
                        for case, mine in runs.items()}
     first, *_ = (steps := lines('iter')).values()
-    less = {case: [(x, y - y0) for (x, y), (_, y0) in zip(line, first)]
+    less = {case: [(x, y - dict(first)[x]) for x, y in line if x in dict(first)]
             for case, line in steps.items()}
     files = draw(base / 'compare.png', [
         (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),
@@ -1809,25 +1808,29 @@ def tabulate(runs, base, metrics):
 def bench(options, config, given):
     """Time training step and inference of the cases in turn, so that noise meets all alike."""
     device, dtype, why = pick_device(config)
-    autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
     rounds, cases, times, rows = options['rounds'], cases_of(options, config), {}, {}
     if rounds < 2:
         fail(f'--rounds {rounds}: wants at least 2')
 
     def step(task, training):
-        with autocast(), torch.set_grad_enabled(training):
-            loss = task.loss(task.wrapped.train(training), task.one_batch)
+        forward = task.loss if training else getattr(task, 'infer', task.loss)
+        with task.autocast, torch.set_grad_enabled(training):
+            loss = forward(task.wrapped.train(training), task.one_batch)
         if training:
             loss.backward()
             task.steps.step()
             task.steps.zero_grad()
         return loss.item()  # waits for the device
 
-    print(f'{device}, {str(dtype)[6:]} ({why}); batch {config.batch_size}, {rounds} rounds')
+    print(f'{device}, {str(dtype)[6:]} ({why}); medians of {rounds} rounds, ratio to the first row '
+          'and its interquartile range, MB kept for the backward pass')
     for name, c in cases.items():
         cases[name] = task = Task(c)
+        device, dtype, _ = pick_device(c)
+        task.autocast = torch.autocast(device.type, dtype, dtype != torch.float32)
         task.wrapped = torch.compile(task.model) if c.compile else task.model
-        task.one_batch, task.steps = task.batch(0, range(c.batch_size)), task.optimizer()
+        task.steps, last = task.optimizer(), task.config.max_iters  # when images are largest
+        task.one_batch = task.batch(last, range(c.batch_size))
         kept = {}  # what the backward pass needs, by the place where it lies
         def keep(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -1848,11 +1851,10 @@ def bench(options, config, given):
         first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
         median = statistics.median(own[2:])
-        task = cases[name]
-        pace = (f'{word}_{task.unit[:3]}/s',
-                round(task.config.batch_size * task.per_row / median))
-        rows[name].update([(word + '_ms', 1e3 * median), (word + '_ratio', ratio),
-                           (word + '_iqr', high - low), pace])
+        amount = cases[name].config.batch_size * cases[name].per_row
+        rows[name].update({f'{word}_ms': 1e3 * median, f'{word}_ratio': ratio,
+                           f'{word}_iqr': high - low,
+                           f'{word}_{cases[name].unit[:3]}/s': round(amount / median)})
     table(list(rows.values()))
     return rows
 
@@ -1887,7 +1889,8 @@ def main(argv=None):
         config = replace(config, data='builtin')
     elif options['preset'] and not missing:
         given = {**PRESETS[options['preset']], **given}
-    torch.set_num_threads(config.threads or torch.get_num_threads())
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(config.threads or before[0])
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
         on_cuda = pick_device(config)[0].type == 'cuda'
@@ -1908,7 +1911,9 @@ def main(argv=None):
              '--grad-accum-steps for it, takes the same steps')
     except KeyboardInterrupt:
         raise SystemExit(130)
-    finally:
+    finally:  # a notebook goes on as it was
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         if WORLD > 1:
