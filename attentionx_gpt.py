@@ -242,13 +242,6 @@ def rotate(x, past=0):
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
-class RMSNorm(nn.Module):
-    """x / rms(x) over the channels, no parameters, in float32 at least."""
-
-    def forward(self, x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
 class Float8Linear(nn.Linear):
     """A linear layer whose weights, scaled by their mean size, are rounded to float8 e5m2."""
 
@@ -259,7 +252,10 @@ class Float8Linear(nn.Linear):
         return F.linear(x, self.weight + (rounded - w))  # the gradient goes straight through
 
 def make_norm(config):
-    return RMSNorm() if config.arch == 'rotary' else nn.LayerNorm(config.n_embd, bias=config.bias)
+    """LayerNorm or, in the rotary model, x / rms(x) over the channels, without parameters."""
+    if config.arch == 'rotary':
+        return nn.RMSNorm(config.n_embd, eps=1e-6, elementwise_affine=False)
+    return nn.LayerNorm(config.n_embd, bias=config.bias)
 
 class CausalSelfAttention(nn.Module):
 
