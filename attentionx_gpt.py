@@ -400,22 +400,21 @@ class GPT(nn.Module):
         Past block_size the window slides as nanoGPT's does: every position shifts, nothing cached
         holds any longer, and each further token costs a pass over the whole window.
         """
-        cache = [{} for _ in self.transformer.h]
+        cache, new = [{} for _ in self.transformer.h], idx
         for _ in range(max_new_tokens):
             if use_cache and idx.size(1) <= self.config.block_size:
-                new = idx[:, cache[0]['k'].size(1):] if cache[0] else idx
                 logits, _ = self(new, cache=cache)
             else:
                 logits, _ = self(idx[:, -self.config.block_size:])
             logits = logits[:, -1].float()                                  # (B, V)
             if temperature < 1e-3:
-                token = logits.argmax(-1, keepdim=True)
+                new = logits.argmax(-1, keepdim=True)                       # (B, 1)
             else:
                 if top_k:
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
                     logits = logits.masked_fill(logits < kth, -math.inf)
-                token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
-            idx = torch.cat([idx, token], dim=1)
+                new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
+            idx = torch.cat([idx, new], dim=1)
         return idx
 
 # ------------------------------------ 5. data ------------------------------------
