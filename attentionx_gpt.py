@@ -341,13 +341,12 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        modules = dict(wte=nn.Embedding(config.vocab_size, config.n_embd))
-        if config.arch == 'gpt2':
-            modules['wpe'] = nn.Embedding(config.block_size, config.n_embd)
-        modules['drop'] = nn.Dropout(config.dropout)
-        modules['h'] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        modules['ln_f'] = make_norm(config)
-        self.transformer = nn.ModuleDict(modules)
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd) if config.arch == 'gpt2' else None,
+            drop=nn.Dropout(config.dropout),
+            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            ln_f=make_norm(config)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
         for name, p in self.named_parameters():
