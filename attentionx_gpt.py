@@ -804,17 +804,16 @@ def diagnose(model, idx):
         mh = multi_head(*(t.transpose(1, 2) for t in (q, k, v)), zero_diag=c.zero_diag)
         update = ATTENTION[c.attention](mh, v, block.attn.gamma)
         update = update[0] if isinstance(update, tuple) else update
+        mh_v, v_v = (t.sum(-2) for t in inner(mh, v))                       # (B, T, 1)
         scores = torch.einsum('bqhd,bkhd->bhqk', q, k) / math.sqrt(q.size(-1))
         scores = scores + torch.full_like(scores, -math.inf).triu(1)        # (B, nh, T, T)
         p_own = scores.softmax(-1).diagonal(dim1=2, dim2=3) * (not c.zero_diag)
-        mh_v, v_v = (t.sum(-2) for t in inner(mh, v))
-        cosines = [F.cosine_similarity(block.attn.c_proj(t.flatten(2)), x, dim=-1)
-                   for t in (update, mh)]
-        figures = [update.flatten(2).norm(dim=-1), mh.flatten(2).norm(dim=-1),
-                   ratio(mh_v, v_v), p_own, *cosines]
-        names = ('update', 'mh', 'alpha', 'p_own', 'cos_update', 'cos_mh')
-        means = [t.float().mean().item() for t in figures]
-        rows.append(dict(layer=len(rows), **dict(zip(names, means))))
+        update, mh = update.flatten(2), mh.flatten(2)                       # (B, T, C)
+        cosine = lambda t: F.cosine_similarity(block.attn.c_proj(t), x, dim=-1)
+        figures = dict(update=update.norm(dim=-1), mh=mh.norm(dim=-1), alpha=ratio(mh_v, v_v),
+                       p_own=p_own, cos_update=cosine(update), cos_mh=cosine(mh))
+        means = {name: t.float().mean().item() for name, t in figures.items()}
+        rows.append(dict(layer=len(rows), **means))
     return rows
 
 # ------------------------------------ 8. actions ------------------------------------
