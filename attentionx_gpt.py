@@ -271,9 +271,8 @@ class CausalSelfAttention(nn.Module):
 
     def qkv(self, x, past=0):
         """x (B, T, C), its first token at position `past` -> q, k, v (B, T, nh, hs)."""
-        B, T, C = x.size()
-        nh = self.config.n_head
-        q, k, v = self.c_attn(x).view(B, T, 3, nh, C // nh).unbind(2)       # (B, T, nh, hs)
+        qkv = self.c_attn(x).unflatten(2, (3, self.config.n_head, -1))      # (B, T, 3, nh, hs)
+        q, k, v = qkv.unbind(2)                                             # (B, T, nh, hs)
         return (rotate(q, past), rotate(k, past), v) if self.config.arch == 'rotary' else (q, k, v)
 
     def project(self, update):
