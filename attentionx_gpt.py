@@ -322,18 +322,6 @@ class Block(nn.Module):
 
 LOGITS = 2 ** 25  # logits held at once: 128 MB in float32
 
-def token_losses(x, weight, targets):
-    """Cross-entropy, nats, of features x (N, C) and targets (N,) under logits x W^T -> (N,).
-
-    With 50,000 tokens the logits outweigh the model. So they are made, used and forgotten chunk by
-    chunk, and made again in the backward pass: one more product with W, and N may be any number.
-    """
-    def chunk(x, targets):
-        return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1, reduction='none')
-    rows = max(1, LOGITS // weight.size(0))
-    return torch.cat([checkpoint(chunk, a, b, use_reentrant=False, preserve_rng_state=False)
-                      for a, b in zip(x.split(rows), targets.split(rows))])
-
 class GPT(nn.Module):
     """nanoGPT's GPT-2 or, by config.arch, the rotary one, with the originals' state-dict keys."""
 
@@ -375,6 +363,19 @@ class GPT(nn.Module):
             x = block(x, cache[i] if cache else None)
         return self.transformer.ln_f(x)
 
+    def token_losses(self, x, targets):
+        """Cross-entropy in nats, features x (B, T, C) and targets (B, T) -> (B T,).
+
+        With 50,000 tokens the logits outweigh the model. So they are made, used and forgotten chunk
+        by chunk, and made again in the backward pass: one more product, and B T may be any number.
+        """
+        def chunk(x, targets):
+            return F.cross_entropy(self.lm_head(x), targets, ignore_index=-1, reduction='none')
+        x, targets = x.flatten(0, 1), targets.flatten()                     # (B T, C), (B T,)
+        rows = max(1, LOGITS // self.config.vocab_size)
+        return torch.cat([checkpoint(chunk, a, b, use_reentrant=False, preserve_rng_state=False)
+                          for a, b in zip(x.split(rows), targets.split(rows))])
+
     def forward(self, idx, targets=None, cache=None):
         """idx, targets (B, T) -> logits (B, T, V), loss in nats per token; targets -1 don't count.
 
@@ -385,11 +386,10 @@ class GPT(nn.Module):
         x = self.features(idx, cache)
         if targets is None:
             return self.lm_head(x[:, [-1]]), None
-        if targets.numel() * self.config.vocab_size <= LOGITS:
-            logits = self.lm_head(x)
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-        losses = token_losses(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
-        return None, losses.sum() / (targets != -1).sum()
+        if targets.numel() * self.config.vocab_size > LOGITS:
+            return None, self.token_losses(x, targets).sum() / (targets != -1).sum()
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
@@ -753,8 +753,7 @@ class Task:
         c, losses = self.config, []
         for i in range(0, len(self.val_starts), c.batch_size):
             x, y = windows(self.text.val, self.val_starts[i:i + c.batch_size], c, self.device)
-            x, w = self.model.features(x).flatten(0, 1), self.model.lm_head.weight
-            losses.append(token_losses(x, w, y.flatten()))
+            losses.append(self.model.token_losses(self.model.features(x), y))
         loss, known = torch.cat(losses).mean().item(), self.text.bytes_per_token
         return dict(val_loss=loss, **{'val_bpb': loss / math.log(2) / known} if known else {})
 
