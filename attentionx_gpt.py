@@ -352,13 +352,17 @@ class GPT(nn.Module):
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
 
+    def embed(self, idx, past=0):
+        """idx (B, T), from position `past` on -> what the first block sees, (B, T, C)."""
+        x = self.transformer.wte(idx)
+        if self.config.arch == 'rotary':
+            return x
+        position = torch.arange(past, past + idx.size(1), device=idx.device)
+        return self.transformer.drop(x + self.transformer.wpe(position))
+
     def features(self, idx, cache=None):
         """idx (B, T) -> what the output layer sees, (B, T, C)."""
-        x = self.transformer.wte(idx)                                       # (B, T, C)
-        if self.config.arch == 'gpt2':
-            past = cache[0]['k'].size(1) if cache and cache[0] else 0
-            position = torch.arange(past, past + idx.size(1), device=idx.device)
-            x = self.transformer.drop(x + self.transformer.wpe(position))
+        x = self.embed(idx, past=cache[0]['k'].size(1) if cache and cache[0] else 0)
         for i, block in enumerate(self.transformer.h):
             x = block(x, cache[i] if cache else None)
         return self.transformer.ln_f(x)
@@ -791,13 +795,8 @@ def diagnose(model, idx):
     update ||Phi|| or ||Delta||, mh ||MH||, alpha <MH,V>/<V,V>, p_own the weight of the own token,
     cos_update and cos_mh the cosine between X and either of them after W^o.
     """
-    inputs, rows, c = [], [], model.config
-    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-             for block in model.transformer.h]
-    model.features(idx)
-    for hook in hooks:
-        hook.remove()
-    for block, x in zip(model.transformer.h, inputs):
+    rows, c, x = [], model.config, model.embed(idx)
+    for block in model.transformer.h:
         q, k, v = block.attn.qkv(block.ln_1(x))                             # (B, T, nh, hs)
         mh = multi_head(*(t.transpose(1, 2) for t in (q, k, v)), zero_diag=c.zero_diag)
         update = ATTENTION[c.attention](mh, v, block.attn.gamma)
@@ -812,6 +811,7 @@ def diagnose(model, idx):
                        p_own=p_own, cos_update=cosine(update), cos_mh=cosine(mh))
         means = {name: t.float().mean().item() for name, t in figures.items()}
         rows.append(dict(layer=len(rows), **means))
+        x = block(x)
     return rows
 
 # ------------------------------------ 8. actions ------------------------------------
