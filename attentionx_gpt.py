@@ -859,9 +859,10 @@ def sample(options, config, given):
     prompt, n, length = options['prompt'], options['num_samples'], options['max_new_tokens']
     if prompt.startswith('FILE:'):
         prompt = Path(prompt[5:]).read_text('utf-8', errors='replace')
-    if not prompt or min(n, length) < 1 or options['top_k'] < 0 or not options['temperature'] >= 0:
+    usable = 0 <= options['temperature'] < math.inf and options['top_k'] >= 0
+    if not prompt or min(n, length) < 1 or not usable:
         fail('--prompt must not be empty, --num-samples and --max-new-tokens at least 1, '
-             '--temperature and --top-k at least 0')
+             '--temperature and --top-k at least 0, and finite')
     encoding, (device, dtype, _) = get_tokenizer(config.tokenizer), pick_device(config)
     model = GPT(config).to(device).eval()
     restore(dict(model=model), state)
