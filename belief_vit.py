@@ -545,17 +545,15 @@ def load_images(config):
     """config.data -> train, val, test: pairs of images and labels (N,) int64; classes, about,
     stamp (changes with the data), mean and std. Images are uint8 (N, 3, H, W), or paths of photos.
     test may be None."""
-    path = Path(config.data)
+    path = Path(config.data) if Path(config.data).is_dir() else Path('data', config.data)
     if config.data == 'builtin':
-        (*train, names), test = (*draw_shapes(8000, 0), SHAPES.split(',')), draw_shapes(2000, 1)
-        about, stamp = 'drawn shapes', zlib.crc32(train[0].tobytes())
-    else:
-        path = path if path.is_dir() else Path('data', config.data)
-        if not path.is_dir():
-            fail(f'--data {path}: no such folder; `python prepare_data.py --list` names more')
+        path, names = 'drawn shapes', SHAPES.split(',')
+        train, test = draw_shapes(8000, 0), draw_shapes(2000, 1)
+    elif path.is_dir():
         load = load_npz if (path / 'train.npz').exists() else load_folders
-        train, test, names, stamp = load(path)
-        about = str(path)
+        train, test, names = load(path)
+    else:
+        fail(f'--data {path}: no such folder; `python prepare_data.py --list` names more')
     (images, labels), n = train, len(train[1])
     order, kept = np.random.default_rng(0).permutation(n), round(config.val_fraction * n)
     if not 0 < kept < n:
@@ -563,8 +561,9 @@ def load_images(config):
              'give more, or another --val-fraction')
     mean, std = normalisation(config.data)
     return SimpleNamespace(
-        train=(images[order[kept:]], labels[order[kept:]]), test=test, about=about, stamp=stamp,
-        val=(images[order[:kept]], labels[order[:kept]]), classes=names, mean=mean, std=std)
+        train=(images[order[kept:]], labels[order[kept:]]), test=test, about=str(path),
+        val=(images[order[:kept]], labels[order[:kept]]), classes=names, mean=mean, std=std,
+        stamp=[zlib.crc32(part.tobytes()) for part in (images, labels, *(test or ()))])
 
 def normalisation(data):
     """Mean and deviation of the colours, 0 to 1: the repositories' for CIFAR, else ImageNet's."""
@@ -574,10 +573,8 @@ def normalisation(data):
 
 def load_npz(folder):
     """train.npz and, if there, test.npz: images (N, 3, H, W) uint8, labels (N,) int64."""
-    parts, stamp = {'test': None}, []
-    for path in (folder / 'train.npz', folder / 'test.npz'):
-        if not path.exists():
-            continue
+    parts = {}
+    for path in filter(Path.exists, (folder / 'train.npz', folder / 'test.npz')):
         try:
             with np.load(path, allow_pickle=False) as z:
                 images, labels = z['images'], z['labels']
@@ -589,8 +586,7 @@ def load_npz(folder):
             fail(f'{path} has no images ({type(e).__name__}: {str(e)[:150]}): it '
                  'needs images (N, 3, H, W) uint8 and labels (N,) int64 from 0 on')
         parts[path.stem] = images, labels
-        stamp.append((path.stat().st_size, path.stat().st_mtime))
-    top = max(int(labels.max()) for _, labels in filter(None, parts.values()))
+    top = max(int(labels.max()) for _, labels in parts.values())
     names = [str(i) for i in range(top + 1)]
     if (folder / 'meta.json').exists():
         try:
@@ -600,7 +596,7 @@ def load_npz(folder):
             fail(f'{folder / "meta.json"} cannot be read ({e})')
         if len(names) <= top:
             fail(f'{folder}: label {top}, but meta.json names {len(names)} classes')
-    return parts['train'], parts['test'], names, stamp
+    return parts['train'], parts.get('test'), names
 
 def load_folders(folder):
     """Photos in a folder for each class, or in train/CLASS and val/CLASS; the latter is the test
@@ -624,8 +620,7 @@ def load_folders(folder):
     held = next((folder / name for name in ('val', 'test') if root != folder
                  and (folder / name).is_dir()), None)
     test = photos(held) if held else None
-    stamp = zlib.crc32('\n'.join([*train[0], *(test[0] if held else ())]).encode())
-    return train, test, names, stamp
+    return train, test, names
 
 def read_photo(path, size, crop=None, middle=0.875):
     """A photo -> (3, size, size) uint8: of its middle square that share of the side, or a random

@@ -4346,7 +4346,7 @@ def test_prepare_imagenette():
         assert found == {f'{split}/{name}/{split}_{i}.JPEG': f'{split} {label} {i}'.encode()
                          for split, n in (('train', 3), ('val', 2)) for label, name in
                          labels.items() for i in range(n)}
-        images, test, names, _ = vit.load_folders(root)  # what belief_vit.py --data makes of it
+        images, test, names = vit.load_folders(root)  # what belief_vit.py --data makes of it
         assert names == sorted(labels.values()) and len(images[1]) == 30 and len(test[1]) == 20
         before = tree(d / 'data')
         for bad in (b'', b'<html>', whole[:-3], whole[:-20], whole[:99],
