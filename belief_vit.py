@@ -587,15 +587,14 @@ def load_npz(folder):
                  'needs images (N, 3, H, W) uint8 and labels (N,) int64 from 0 on')
         parts[path.stem] = images, labels
     top = max(int(labels.max()) for _, labels in parts.values())
-    names = [str(i) for i in range(top + 1)]
-    if (folder / 'meta.json').exists():
-        try:
-            meta = json.loads((folder / 'meta.json').read_text('utf-8'))
-            names = [str(name) for name in meta.get('classes', names)]
-        except (ValueError, TypeError, AttributeError) as e:
-            fail(f'{folder / "meta.json"} cannot be read ({e})')
-        if len(names) <= top:
-            fail(f'{folder}: label {top}, but meta.json names {len(names)} classes')
+    meta = folder / 'meta.json'
+    try:
+        known = json.loads(meta.read_text('utf-8')) if meta.exists() else {}
+        names = [str(name) for name in known.get('classes', range(top + 1))]
+    except (ValueError, TypeError, AttributeError) as e:
+        fail(f'{meta} cannot be read ({e})')
+    if len(names) <= top:
+        fail(f'{folder}: label {top}, but meta.json names {len(names)} classes')
     return parts['train'], parts.get('test'), names
 
 def load_folders(folder):
