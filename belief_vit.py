@@ -607,19 +607,18 @@ def load_folders(folder):
              'for each class, or train/CLASS/*.jpg and val/CLASS/*.jpg')
 
     def photos(root):
-        files = [[str(p) for p in sorted((root / name).rglob('*')) if p.suffix.lower() in
-                  ('.jpg', '.jpeg', '.png', '.bmp', '.webp')] for name in names]
-        for name, found in zip(names, files):
+        paths, labels = [], []
+        for label, name in enumerate(names):
+            found = [str(p) for p in sorted((root / name).rglob('*')) if p.suffix.lower() in
+                     ('.jpg', '.jpeg', '.png', '.bmp', '.webp')]
             if not found:
                 fail(f'{root / name} has no photos (.jpg .jpeg .png .bmp .webp)')
-        labels = np.repeat(np.arange(len(names), dtype=np.int64), [len(found) for found in files])
-        return np.array(sum(files, [])), labels
+            paths += found
+            labels += [label] * len(found)
+        return np.array(paths), np.array(labels)
 
-    train = photos(root)
-    held = next((folder / name for name in ('val', 'test') if root != folder
-                 and (folder / name).is_dir()), None)
-    test = photos(held) if held else None
-    return train, test, names
+    held = folder / ('val' if (folder / 'val').is_dir() else 'test')
+    return photos(root), photos(held) if root != folder and held.is_dir() else None, names
 
 def read_photo(path, size, crop=None, middle=0.875):
     """A photo -> (3, size, size) uint8: of its middle square that share of the side, or a random
