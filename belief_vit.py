@@ -543,8 +543,8 @@ def draw_shapes(n, seed):
 
 def load_images(config):
     """config.data -> train, val, test: pairs of images and labels (N,) int64; classes, about,
-    stamp (changes with the data), mean and std. Images are uint8 (N, 3, H, W), or paths of photos.
-    test may be None."""
+    stamp (changes with the data). Images are uint8 (N, 3, H, W), or paths of photos. test may be
+    None."""
     path = Path(config.data) if Path(config.data).is_dir() else Path('data', config.data)
     if config.data == 'builtin':
         path, names = 'drawn shapes', SHAPES.split(',')
@@ -559,17 +559,18 @@ def load_images(config):
     if not 0 < kept < n:
         fail(f'--data {config.data}: {n} images leave {kept} for validation, {n - kept} to train; '
              'give more, or another --val-fraction')
-    mean, std = normalisation(config.data)
     return SimpleNamespace(
         train=(images[order[kept:]], labels[order[kept:]]), test=test, about=str(path),
-        val=(images[order[:kept]], labels[order[:kept]]), classes=names, mean=mean, std=std,
+        val=(images[order[:kept]], labels[order[:kept]]), classes=names,
         stamp=[zlib.crc32(part.tobytes()) for part in (images, labels, *(test or ()))])
 
 def normalisation(data):
-    """Mean and deviation of the colours, 0 to 1: the repositories' for CIFAR, else ImageNet's."""
-    return {'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-            'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}.get(
-                Path(data).name, ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    """Mean and deviation of the colours, 0 to 1, (2, 3, 1, 1): the repositories' for CIFAR, else
+    ImageNet's."""
+    known = {'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+             'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))}
+    imagenet = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return torch.tensor(known.get(Path(data).name, imagenet))[..., None, None]
 
 def load_npz(folder):
     """train.npz and, if there, test.npz: images (N, 3, H, W) uint8, labels (N,) int64."""
@@ -1150,8 +1151,7 @@ class Task:
 
     def normalise(self, images, size):
         """Bytes (B, 3, H, W) -> float32 (B, 3, size, size), about 0 with deviation 1."""
-        mean, std = (torch.tensor(t, device=self.device).view(3, 1, 1) * 255
-                     for t in (self.data.mean, self.data.std))
+        mean, std = 255 * normalisation(self.config.data).to(self.device)
         x = (images.to(self.device).float() - mean) / std
         if x.shape[2:] != (size, size):
             x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
@@ -1371,7 +1371,7 @@ def predict(options, config, given):
         photo = read_photo(path, size, middle=0.875 if size > 64 else 1.0)
     except ValueError as e:
         fail(e)
-    mean, std = (torch.tensor(t).view(3, 1, 1) for t in normalisation(config.data))
+    mean, std = normalisation(config.data)
     x = (torch.from_numpy(photo.copy()) / 255 - mean) / std
     chances = model.eval()(x[None])[0, :len(names)].softmax(-1)
     top = chances.topk(min(5, len(names)))
@@ -1397,8 +1397,7 @@ def inspect_layers(options, config, given):
         f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
         for i in range(depth)}) for key in list(rows[0])[2:]]
     files = draw(folder / 'inspect.png', panels, ordered=True)
-    x, mean, std = images[:8], *(torch.tensor(t, device=images.device).view(3, 1, 1)
-                                 for t in (task.data.mean, task.data.std))
+    x, (mean, std) = images[:8], normalisation(config.data).to(images.device)
     looks = F.interpolate(attention_maps(task.model.eval(), x), x.shape[2:])  # (8, layers, H, W)
     tiles = F.pad(looks, (0, 0, 0, 0, 1, 0), value=1.0).transpose(0, 1)[:, :, None]
     tiles = (0.2 + 0.8 * tiles) * (x * std + mean)                # (1 + layers, 8, 3, H, W)
