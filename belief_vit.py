@@ -1114,17 +1114,22 @@ class Task:
         grown = int(step / self.steps_per_epoch / c.size_epochs)
         return min(s.image_size, c.first_size + 2 * s.patch_size * grown)
 
-    def bytes(self, step, rows):
-        """Images (B, 3, H, W) uint8, augmented, and labels, through one endless row of shuffles."""
-        c, (images, labels), rows = self.config, self.train, list(rows)
-        n, N = c.batch_size * c.grad_accum_steps, len(labels)
+    def pick(self, step, rows):
+        """Which images, in one endless row of shuffles; random numbers (B, DRAWS) for them."""
+        c, N, rows = self.config, len(self.train[1]), list(rows)
+        n = c.batch_size * c.grad_accum_steps
         at = step * n + np.array(rows)
-        chosen = torch.tensor([shuffled(c.seed, epoch, N)[i] for epoch, i in zip(*divmod(at, N))],
-                              device=self.device)
-        chance = lambda step: np.random.default_rng([c.seed, step]).random((n, DRAWS))
+        chosen = [shuffled(c.seed, epoch, N)[i] for epoch, i in zip(*divmod(at, N))]
+        return chosen, np.random.default_rng([c.seed, step]).random((n, DRAWS))[rows]
+
+    def bytes(self, step, rows):
+        """Images (B, 3, H, W) uint8, augmented, and labels."""
+        (images, labels), (chosen, chance) = self.train, self.pick(step, rows)
+        chosen = torch.tensor(chosen, device=self.device)
         if isinstance(images, torch.Tensor):
-            return augment(images[chosen], chance(step)[rows], c.randaugment), labels[chosen]
-        return self.photos(step, rows, chance), labels[chosen]
+            return augment(images[chosen], chance, self.config.randaugment), labels[chosen]
+        x, flip = self.photos(step, tuple(rows)), torch.from_numpy(chance[:, 4] < 0.5)
+        return torch.where(send(flip, x)[:, None, None, None], x.flip(3), x), labels[chosen]
 
     def batch(self, step, rows):
         """Images, normalised, and labels or, mixed, their shares (B, classes)."""
@@ -1135,19 +1140,14 @@ class Task:
         rng = np.random.default_rng([c.seed, step, rows[0], 1])  # bytes() has drawn without the 1
         return mix(erase(x, rng), labels, c.num_classes, rng, smoothing=c.label_smoothing)
 
-    def photos(self, step, rows, chance):
+    def photos(self, step, rows):
         """Photos of a step, (B, 3, size, size) uint8; threads read ahead for the next step."""
-        c, (paths, labels), key = self.config, self.train, tuple(rows)
-        n, N = c.batch_size * c.grad_accum_steps, len(labels)
-        for s in (step, min(step + 1, max(step, c.max_iters - 1))):
-            if (s, key) not in self.ahead:
-                crops = chance(s)
-                self.ahead[s, key] = [self.pool.submit(
-                    read_photo, paths[shuffled(c.seed, (s * n + r) // N, N)[(s * n + r) % N]],
-                    self.size(s), crops[r]) for r in rows]
-        x = gather(self.ahead.pop((step, key))).to(self.device)
-        flip = torch.from_numpy(chance(step)[rows, 4] < 0.5).to(self.device)
-        return torch.where(flip[:, None, None, None], x.flip(3), x)
+        for s in (step, step + 1):
+            if (s, rows) not in self.ahead:
+                self.ahead[s, rows] = [
+                    self.pool.submit(read_photo, self.train[0][i], self.size(s), crop)
+                    for i, crop in zip(*self.pick(s, rows))]
+        return gather(self.ahead.pop((step, rows))).to(self.device)
 
     def normalise(self, images, size):
         """Bytes (B, 3, H, W) -> float32 (B, 3, size, size), about 0 with deviation 1."""
