@@ -460,9 +460,7 @@ class SETAdam(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure() if closure else None
+    def step(self):
         for group in self.param_groups:
             beta1, beta2 = group['betas']
             for p in group['params']:
@@ -477,7 +475,6 @@ class SETAdam(torch.optim.Optimizer):
                 state['exp_avg_sq'].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                 step = state['exp_avg'] / self.denominator(state, group)
                 p.sub_((step * (group['lr'] / (1 - beta1 ** state['step']))).to(p.dtype))
-        return loss
 
     @staticmethod
     def denominator(state, group):
