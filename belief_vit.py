@@ -1106,10 +1106,8 @@ class Task:
     def size(self, step):
         """Side of the images in a step, in pixels."""
         c, s = self.config, self.config.shape
-        if not c.first_size:
-            return s.image_size
         grown = int(step / self.steps_per_epoch / c.size_epochs)
-        return min(s.image_size, c.first_size + 2 * s.patch_size * grown)
+        return min(s.image_size, (c.first_size or s.image_size) + 2 * s.patch_size * grown)
 
     def pick(self, step, rows):
         """Which images, in one endless row of shuffles; random numbers (B, DRAWS) for them."""
