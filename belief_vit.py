@@ -431,8 +431,8 @@ class ViT(nn.Module):
         else:
             p.uniform_(-fan_in ** -0.5, fan_in ** -0.5, generator=generator)
 
-    def features(self, images):
-        """images (B, 3, H, W) -> what the output layer sees, the class token (B, C)."""
+    def forward(self, images):
+        """Normalised images (B, 3, H, W), of any size in whole patches -> logits (B, classes)."""
         p = self.config.shape.patch_size
         grid = images.size(2) // p, images.size(3) // p
         x = self.patch_embed(images)                                        # (B, h w, C)
@@ -440,11 +440,7 @@ class ViT(nn.Module):
         x = self.drop(x + resize_positions(self.pos_embed, grid))
         for block in self.blocks:
             x = block(x, grid)
-        return self.norm(x)[:, 0]
-
-    def forward(self, images):
-        """Normalised images (B, 3, H, W), of any size in whole patches -> logits (B, classes)."""
-        return self.head(self.features(images))
+        return self.head(self.norm(x)[:, 0])
 
 class SETAdam(torch.optim.Optimizer):
     """Adam that narrows the range of its step sizes, tensor by tensor.  [BF Sec. 5.3]
@@ -1251,7 +1247,7 @@ def block_inputs(model, images):
     inputs = []
     hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
              for block in model.blocks]
-    model.features(images)
+    model(images)
     for hook in hooks:
         hook.remove()
     return inputs
