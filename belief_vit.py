@@ -416,20 +416,18 @@ class ViT(nn.Module):
         if 'norm' in layer:
             return p.fill_(float(kind == 'weight'))
         matrix = self.get_parameter(layer + '.weight') if layer else p
-        fan_in, fan_out = matrix[0].numel(), matrix.size(0) // (3 if 'qkv' in layer else 1)
-        linear = matrix.dim() == 2
+        fan_in, fan_out = matrix[0].numel(), len(matrix) * matrix[0, 0].numel()
+        fan_out, convolution = fan_out // (3 if 'qkv' in layer else 1), matrix.dim() == 4
         if c.shifted and not layer:
             p.normal_(generator=generator)
-        elif c.model == 'deit-small' and (linear or not layer):
-            if kind == 'bias':
-                p.zero_()
-            else:
-                nn.init.trunc_normal_(p, std=0.02, generator=generator)
-        elif c.model == 'deit-small-local' and (linear or not layer) and kind != 'bias':
-            fan_out = fan_out if layer else p.size(2)
-            p.normal_(0.0, math.sqrt(2 / (fan_in + fan_out)), generator=generator)
-        else:
+        elif c.shifted or convolution or (c.model == 'deit-small-local' and kind == 'bias'):
             p.uniform_(-fan_in ** -0.5, fan_in ** -0.5, generator=generator)
+        elif c.model == 'deit-small-local':
+            p.normal_(0.0, math.sqrt(2 / (fan_in + fan_out)), generator=generator)
+        elif kind == 'bias':
+            p.zero_()
+        else:
+            nn.init.trunc_normal_(p, std=0.02, generator=generator)
 
     def forward(self, images):
         """Normalised images (B, 3, H, W), of any size in whole patches -> logits (B, classes)."""
