@@ -790,15 +790,14 @@ def augment(images, draws, policy='fixed'):
 def erase(images, rng, p=0.25):
     """Random erasing: with probability p a box of 2 to 33 % of the area, of any shape, is noise.
 
-    images (B, 3, H, W) float, normalised -> the same.
+    images (B, 3, H, W) float32, normalised -> the same. One noise for all: the boxes differ.
     """
     (C, H, W), u = images.shape[1:], torch.as_tensor(rng.random((len(images), 5)))
     area, ratio = (0.02 + 0.31 * u[:, 0]) * H * W, torch.exp((2 * u[:, 1] - 1) * math.log(0.3))
     sides, size = torch.stack([area * ratio, area / ratio], dim=1).sqrt(), torch.tensor([H, W])
     sides = sides.round().minimum(size) * (u[:, 2:3] < p)
     first = (u[:, 3:] * (size - sides + 1)).floor()
-    noise = torch.as_tensor(rng.standard_normal((C, H, W), np.float32))  # one for all: boxes differ
-    noise = noise.to(images, non_blocking=True)
+    noise = send(torch.as_tensor(rng.standard_normal((C, H, W), np.float32)), images)
     return torch.where(box(first, first + sides, images), noise, images)
 
 def mix(images, labels, num_classes, rng, mixup=0.8, cutmix=1.0, smoothing=0.1):
