@@ -1258,22 +1258,21 @@ def diagnose(model, images, token=0):
     [BF Eq. 11]; after W^o it can be, whatever the paper says. `token` 0 is the class token, the one
     that the paper's figure shows; -1 means all.
     """
-    rows, c = [], model.config
-    pick = slice(None) if token < 0 else slice(token, token + 1)
+    rows, pick = [], slice(None) if token < 0 else token
     for block, x in zip(model.blocks, block_inputs(model, images)):
         q, k, v = block.attn.heads(block.norm1(x))                          # (B, T, nh, hs)
         mh = block.attn.multi_head(q, k, v)
-        update = ATTENTION[c.attention](mh, v, block.attn.gamma)
+        update = ATTENTION[model.config.attention](mh, v, block.attn.gamma)
         update = update[0] if isinstance(update, tuple) else update
-        mh_v, v_v = (t.sum(-2) for t in inner(mh, v))                       # (B, T, 1)
-        short = update.flatten(2), mh.flatten(2)
-        long = [F.linear(t, block.attn.proj.weight) for t in short]
-        figures = [*(t.norm(dim=-1) for t in (*short, *long)),
-                   *(F.cosine_similarity(t, x, dim=-1) for t in long),
-                   (ratio(mh_v, v_v)).squeeze(-1)]               # (B, T) each
-        names = ('update', 'mh', 'update_o', 'mh_o', 'cos_update', 'cos_mh', 'alpha')
-        means = [t[:, pick].float().mean().item() for t in figures]
-        rows.append(dict(layer=len(rows), **dict(zip(names, means))))
+        alpha = ratio(*(t.sum((-2, -1)) for t in inner(mh, v)))             # (B, T)
+        update, mh = update.flatten(2), mh.flatten(2)                       # (B, T, nh hs)
+        update_o, mh_o = (F.linear(t, block.attn.proj.weight) for t in (update, mh))
+        figures = dict(
+            update=update.norm(dim=-1), mh=mh.norm(dim=-1), update_o=update_o.norm(dim=-1),
+            mh_o=mh_o.norm(dim=-1), cos_update=F.cosine_similarity(update_o, x, dim=-1),
+            cos_mh=F.cosine_similarity(mh_o, x, dim=-1), alpha=alpha)       # (B, T) each
+        rows.append(dict(layer=len(rows), **{
+            name: t[:, pick].float().mean().item() for name, t in figures.items()}))
     return rows
 
 @torch.no_grad()
