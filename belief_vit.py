@@ -1359,10 +1359,9 @@ def predict(options, config, given):
     except ValueError as e:
         fail(e)
     mean, std = normalisation(config.data)
-    x = (torch.from_numpy(photo.copy()) / 255 - mean) / std
+    x = (torch.tensor(photo) / 255 - mean) / std
     chances = model.eval()(x[None])[0, :len(names)].softmax(-1)
-    top = chances.topk(min(5, len(names)))
-    answer = [(names[i], p) for p, i in zip(top.values.tolist(), top.indices.tolist())]
+    answer = sorted(zip(names, chances.tolist()), key=lambda pair: -pair[1])[:5]
     for name, p in answer:
         print(f'{100 * p:5.1f} %  {name}')
     return dict(top=answer, folder=folder)
