@@ -1081,19 +1081,17 @@ class Task:
     def optimizer(self):
         """AdamW decays matrices, but not gains, biases, positions and class token; Adam and
         SET-Adam decay nothing."""
-        c = self.config
-        common = dict(lr=c.learning_rate, betas=(c.beta1, c.beta2))
+        c, kind, params = self.config, torch.optim.Adam, self.model.parameters()
+        own = dict(fused=self.device.type == 'cuda')
         if c.optimizer == 'set-adam':
-            self.adam = SETAdam(self.model.parameters(), tau=c.tau, **common)
-            return self.adam
-        decays = lambda name, p: p.dim() >= 2 and name not in ('pos_embed', 'cls_token')
-        groups = [dict(params=[p for name, p in self.model.named_parameters()
-                               if decays(name, p) == yes], weight_decay=c.weight_decay * yes)
-                  for yes in (True, False)]
-        if c.optimizer == 'adam':
-            groups = list(self.model.parameters())
-        kind = {'adam': torch.optim.Adam, 'adamw': torch.optim.AdamW}[c.optimizer]
-        self.adam = kind(groups, fused=self.device.type == 'cuda', **common)
+            kind, own = SETAdam, dict(tau=c.tau)
+        elif c.optimizer == 'adamw':
+            kind = torch.optim.AdamW
+            decays = lambda name, p: p.dim() >= 2 and name not in ('pos_embed', 'cls_token')
+            params = [dict(params=[p for name, p in self.model.named_parameters()
+                                   if decays(name, p) == yes], weight_decay=c.weight_decay * yes)
+                      for yes in (True, False)]
+        self.adam = kind(params, lr=c.learning_rate, betas=(c.beta1, c.beta2), **own)
         return self.adam
 
     def size(self, step):
