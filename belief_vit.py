@@ -1338,12 +1338,11 @@ def report(task, folder, result):
         result['multiplier'] = middle
         print(f'steps   SET-Adam steps {middle:.2f} times as far as Adam would (median over the '
               f'entries; 80 % in {low:.2f} to {high:.2f}): compare it at several learning rates')
-    files = draw(folder / 'curves.png', [('nats per image', 'step', lines),
-                                         ('accuracy', 'step', {'validation': scores})])
     sheet = task.bytes(0, range(min(64, task.config.batch_size)))[0]
     write_png(folder / 'augmented.png', contact_sheet(sheet))
-    made = ['ckpt.pt', 'best.pt', 'log.csv', 'augmented.png', *files]
-    print(f'files   {folder}: {", ".join(made)}')
+    files = draw(folder / 'curves.png', [('nats per image', 'step', lines),
+                                         ('accuracy', 'step', {'validation': scores})])
+    print(f'files   {folder}: ckpt.pt, best.pt, log.csv, {", ".join(["augmented.png", *files])}')
 
 @torch.no_grad()
 def predict(options, config, given):
