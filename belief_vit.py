@@ -305,14 +305,11 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(s.dropout)
 
     def heads(self, x):
-        """x (B, T, C) -> q, k, v (B, T, nh, hs); a learned scale is in q already."""
+        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs); a learned scale is in q already."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, T, nh, hs)
-        return (q * self.temperature.exp() if self.config.shifted else q), k, v
-
-    def multi_head(self, q, k, v):
-        """q, k, v (B, T, nh, hs) -> MH (B, T, nh, hs)."""
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                    # (B, nh, T, hs)
-        return multi_head(q, k, v, self.zero_diag, 1.0 if self.config.shifted else None)
+        q, scale = (q * self.temperature.exp(), 1.0) if self.config.shifted else (q, None)
+        by_head = (t.transpose(1, 2) for t in (q, k, v))                    # (B, nh, T, hs)
+        return q, k, v, multi_head(*by_head, self.zero_diag, scale)
 
     def project(self, update):
         """What a function of ATTENTION returns -> (B, T, C)."""
@@ -323,8 +320,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
-        q, k, v = self.heads(x)                                             # (B, T, nh, hs)
-        update = ATTENTION[self.config.attention](self.multi_head(q, k, v), v, self.gamma)
+        _, _, v, mh = self.heads(x)                                         # (B, T, nh, hs)
+        update = ATTENTION[self.config.attention](mh, v, self.gamma)
         return self.drop(self.project(update))
 
 class Mlp(nn.Module):
@@ -1258,8 +1255,7 @@ def diagnose(model, images, token=0):
     """
     rows, pick = [], slice(None) if token < 0 else token
     for block, x in zip(model.blocks, block_inputs(model, images)):
-        q, k, v = block.attn.heads(block.norm1(x))                          # (B, T, nh, hs)
-        mh = block.attn.multi_head(q, k, v)
+        _, _, v, mh = block.attn.heads(block.norm1(x))                      # (B, T, nh, hs)
         update = ATTENTION[model.config.attention](mh, v, block.attn.gamma)
         update = update[0] if isinstance(update, tuple) else update
         alpha = ratio(*(t.sum((-2, -1)) for t in inner(mh, v)))             # (B, T)
@@ -1279,8 +1275,8 @@ def attention_maps(model, images):
     softmax weight on each patch, with 1 for the largest of a map."""
     s, maps = model.config.shape, []
     for block, x in zip(model.blocks, block_inputs(model, images)):
-        q, k, _ = (t.transpose(1, 2) for t in block.attn.heads(block.norm1(x)))  # (B, nh, T, hs)
-        scores = torch.einsum('bhd,bhtd->bht', q[:, :, 0], k)               # (B, nh, T)
+        q, k, *_ = block.attn.heads(block.norm1(x))                         # (B, T, nh, hs)
+        scores = torch.einsum('bhd,bthd->bht', q[:, 0], k)                  # (B, nh, T)
         scores = scores if model.config.shifted else scores * s.head_size ** -0.5
         if s.zero_diag:
             scores[..., 0] = -math.inf

@@ -1750,7 +1750,7 @@ def test_vit_diagnose():
     for token in (0, 2, -1):
         row, attn = vit.diagnose(net, images, token)[0], net.blocks[0].attn
         x = torch.cat([net.cls_token.expand(3, -1, -1), net.patch_embed(images)], 1) + net.pos_embed
-        q, k, v = (t.transpose(1, 2) for t in attn.heads(net.blocks[0].norm1(x)))
+        q, k, v = (t.transpose(1, 2) for t in attn.heads(net.blocks[0].norm1(x))[:3])
         mh = ((q @ k.mT / math.sqrt(6)).softmax(-1) @ v).transpose(1, 2).flatten(2)
         v = v.transpose(1, 2).flatten(2)
         alpha = (mh * v).sum(-1) / (v * v).sum(-1)
@@ -1771,7 +1771,7 @@ def test_vit_attention_maps():
         net = vit_model(model=name, zero_diag=zero_diag, num_heads=2).double().eval()
         maps = vit.attention_maps(net, images)
         for i, (block, x) in enumerate(zip(net.blocks, vit.block_inputs(net, images))):
-            q, k, _ = block.attn.heads(block.norm1(x))
+            q, k, *_ = block.attn.heads(block.norm1(x))
             mean = 0
             for head in range(2):
                 scores = q[:, :, head] @ k[:, :, head].mT / (1 if block.attn.config.shifted
