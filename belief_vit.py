@@ -1379,7 +1379,7 @@ def inspect_layers(options, config, given):
     x, (mean, std) = images[:8], normalisation(config.data).to(images.device)
     looks = F.interpolate(attention_maps(task.model.eval(), x), x.shape[2:])  # (8, layers, H, W)
     tiles = F.pad(looks, (0, 0, 0, 0, 1, 0), value=1.0).transpose(0, 1)[:, :, None]
-    tiles = (0.2 + 0.8 * tiles) * (x * std + mean)                # (1 + layers, 8, 3, H, W)
+    tiles = (0.2 + 0.8 * tiles) * (x * std + mean).clamp(0, 1)    # (1 + layers, 8, 3, H, W)
     write_png(folder / 'attention.png',
               contact_sheet((255 * tiles.flatten(0, 1)).byte(), len(x), 1 + 96 // x.size(3)))
     print(diagnose.__doc__.split('\n\n')[1].rstrip())
