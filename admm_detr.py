@@ -159,9 +159,10 @@ TABLES = {  # `compare --table NAME`: the paper's experiments as rows of setting
 # A query q has coefficients x, one per token, and hands on x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With `own`, queries and tokens are the same sequence.
 
-def own_tokens(x):
-    """True where a query meets itself, (Q, N)."""
-    return torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device)
+def without_own(x, own=True):
+    """x (..., Q, N), with `own` zero where a query meets itself."""
+    diagonal = torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device)
+    return x.masked_fill(diagonal, 0) if own else x
 
 def scales(q, k, sparsity, rho, own=False):
     """lambda (B, nh, Q, 1) and rho (B, nh, 1, 1) from relative settings.
@@ -169,8 +170,7 @@ def scales(q, k, sparsity, rho, own=False):
     At sparsity 1, lambda = 2 max |K q|, nothing is left of x; a rho of 1 is the mean eigenvalue of
     K^T K. So a solution does not change with the lengths of q and k, but by a factor.
     """
-    products = (q @ k.mT).abs()
-    products = products.masked_fill(own_tokens(products), 0) if own else products
+    products = without_own((q @ k.mT).abs(), own)
     mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
     return 2 * sparsity * products.amax(-1, keepdim=True), (rho * mean).clamp_min(1e-2)
 
@@ -204,7 +204,7 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, van
     v = q.new_zeros(()).expand(*q.shape[:-1], k.size(-2))
     for i in range(iterations + 1):
         z = F.softshrink(v, 1.0)     # argmin lambda ||z||_1 + rho ||z - v||^2              (3b)
-        z = z.masked_fill(own_tokens(z), 0) if own else z
+        z = without_own(z, own)
         if i < iterations:
             u = v - z                # the running sum of x - z: what the constraint costs  (3c)
             x = nearest(z - u)       # argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2       (3a)
@@ -240,8 +240,7 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
     x = z = mu = torch.zeros_like(products)
     for _ in range(iterations):
         new = solve(products + rho * (x - z))                               # (3a)
-        new = new.masked_fill(own_tokens(new), 0) if own else new
-        new = new.clamp(-1, 1)
+        new = without_own(new, own).clamp(-1, 1)
         z = x - mu - (x - mu).clamp(-threshold, threshold)                  # (3b), x of before
         x, mu = new, mu + new - z                                           # (3c)
     return x
@@ -279,9 +278,9 @@ def l2(q, k, padding, own, c):
     P = ridge(k, scales(q, k, c.sparsity, c.rho)[1])
     x = q @ P
     if own:  # the best x with x_ii = 0 moves along column i of rho (K K^T + rho I)^-1 = I - K P
-        column = own_tokens(x).to(x.dtype) - k @ P
-        x = x - column * (x.diagonal(0, -2, -1) / column.diagonal(0, -2, -1))[..., None]
-        x = x.masked_fill(own_tokens(x), 0)
+        column = torch.eye(x.size(-1), dtype=x.dtype, device=x.device) - k @ P
+        share = x.diagonal(0, -2, -1) / column.diagonal(0, -2, -1)
+        x = without_own(x - column * share[..., None])
     return sharpen(x, c.power)
 
 def admm(q, k, padding, own, c, vanilla=False):
