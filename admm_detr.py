@@ -201,15 +201,14 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, van
     else:
         P = ridge(k, rho)
         nearest = lambda w: w + (q - w @ k) @ P  # the same: ridge regression of what w leaves over
+    sparse = lambda v: without_own(F.softshrink(v, 1.0), own)
     v = q.new_zeros(()).expand(*q.shape[:-1], k.size(-2))
-    for i in range(iterations + 1):
-        z = F.softshrink(v, 1.0)     # argmin lambda ||z||_1 + rho ||z - v||^2              (3b)
-        z = without_own(z, own)
-        if i < iterations:
-            u = v - z                # the running sum of x - z: what the constraint costs  (3c)
-            x = nearest(z - u)       # argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2       (3a)
-            v = torch.add(v, x - z, alpha=relax)                            # x + u if relax is 1
-    return z * unit
+    for _ in range(iterations):
+        z = sparse(v)                # argmin lambda ||z||_1 + rho ||z - v||^2              (3b)
+        u = v - z                    # the running sum of x - z: what the constraint costs  (3c)
+        x = nearest(z - u)           # argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2       (3a)
+        v = torch.add(v, x - z, alpha=relax)                                # x + u if relax is 1
+    return sparse(v) * unit
 
 def objective(x, q, k, penalty):
     """||q - x^T K||^2 + lambda ||x||_1 of every query, (B, nh, Q).  [OA Eq. 2]"""
