@@ -500,8 +500,7 @@ class DETR(nn.Module):
             bound = math.sqrt(6 / (fan_in + len(p)))
             p.uniform_(-bound, bound, generator=generator)
         elif self.config.backbone == 'resnet50' and p.dim() == 4 and layer != 'input_proj':
-            p.normal_(0.0, math.sqrt(2 / (len(p) * p[0, 0].numel())),
-                      generator=generator)
+            p.normal_(0.0, math.sqrt(2 / (len(p) * p[0, 0].numel())), generator=generator)
         else:
             p.uniform_(-bound, bound, generator=generator)
 
@@ -618,11 +617,9 @@ def pair_up(logits, boxes, targets, c):
     pairs, at = [], 0
     for i, (own, _) in enumerate(targets):
         for layer, table in enumerate(cost[:, i, :, at:at + len(own)]):
-            query, thing = match(table)
-            pairs.append(np.stack([np.full_like(query, layer), np.full_like(query, i), query,
-                                   at + thing]))
+            pairs += [(layer, i, query, at + thing) for query, thing in zip(*match(table))]
         at += len(own)
-    return torch.from_numpy(np.concatenate(pairs, 1)).to(logits.device)
+    return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
 def set_losses(outputs, targets, c, weights, count):
     """DETR's losses, a dict of (L,), one for every decoder layer, the last first.
@@ -867,8 +864,7 @@ def read_photo(path, upright=False):
                 image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             return image.convert('RGB')
     except Exception as e:  # each format raises its own
-        raise ValueError(f'{path} is no photo that Pillow can read '
-                         f'({str(e)[:150]})')
+        raise ValueError(f'{path} is no photo that Pillow can read ({str(e)[:150]})')
 
 def to_tensor(image, size, window=(0, 0, 1, 1)):
     """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
