@@ -391,7 +391,7 @@ class FrozenBatchNorm2d(nn.Module):
 
 class Bottleneck(nn.Module):
 
-    def __init__(self, inside, width, stride=1, widen=False):
+    def __init__(self, inside, width, stride=1):
         super().__init__()
         outside = 4 * width
         self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
@@ -399,8 +399,8 @@ class Bottleneck(nn.Module):
         self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
         self.bn1, self.bn2 = FrozenBatchNorm2d(width), FrozenBatchNorm2d(width)
         self.bn3 = FrozenBatchNorm2d(outside)
-        self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False),
-                                        FrozenBatchNorm2d(outside)) if widen else nn.Identity()
+        self.downsample = nn.Identity() if inside == outside else nn.Sequential(
+            nn.Conv2d(inside, outside, 1, stride, bias=False), FrozenBatchNorm2d(outside))
 
     def forward(self, x):
         y = F.relu(self.bn1(self.conv1(x)))
@@ -416,7 +416,7 @@ class ResNet50(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), FrozenBatchNorm2d(64)
         inside = 64
         for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
-            first = Bottleneck(inside, width, 1 + (i > 0), widen=True)
+            first = Bottleneck(inside, width, 1 + (i > 0))
             inside = 4 * width
             rest = [Bottleneck(inside, width) for _ in range(blocks - 1)]
             self.add_module(f'layer{i + 1}', nn.Sequential(first, *rest))
@@ -491,17 +491,16 @@ class DETR(nn.Module):
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer, _, kind = name.rpartition('.')
         matrix = p if kind.startswith('in_proj') else self.get_parameter(layer + '.weight')
-        fan_in, bound = matrix[0].numel(), matrix[0].numel() ** -0.5
         if matrix.dim() == 1 or name.endswith('out_proj.bias'):
-            p.fill_(float(kind == 'weight' and p.dim() == 1))               # norms
+            p.fill_(kind == 'weight')                                       # norms
         elif layer == 'query_embed':
             p.normal_(generator=generator)
-        elif layer.startswith('transformer') and p.dim() == 2:              # Xavier
-            bound = math.sqrt(6 / (fan_in + len(p)))
-            p.uniform_(-bound, bound, generator=generator)
         elif self.config.backbone == 'resnet50' and p.dim() == 4 and layer != 'input_proj':
             p.normal_(0.0, math.sqrt(2 / (len(p) * p[0, 0].numel())), generator=generator)
         else:
+            fan_in = matrix[0].numel()
+            xavier = layer.startswith('transformer') and p.dim() == 2
+            bound = math.sqrt(6 / (fan_in + len(p))) if xavier else fan_in ** -0.5
             p.uniform_(-bound, bound, generator=generator)
 
     def encode(self, images, mask=None):
