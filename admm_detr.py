@@ -308,6 +308,7 @@ class MultiheadAttention(nn.Module):
     def __init__(self, c, kind='softmax', own=False):
         super().__init__()
         self.config, self.kind, self.own, C = c, kind, own, c.hidden_dim
+        self.solves = kind not in ('softmax', 'no-weights')
         if kind == 'softmax':
             self.in_proj_weight = nn.Parameter(torch.empty(3 * C, C))       # W_q, W_k, W_v
             self.in_proj_bias = nn.Parameter(torch.empty(3 * C))
@@ -324,15 +325,14 @@ class MultiheadAttention(nn.Module):
         """Of the tokens in every head, (B, nh, Q, N), and what they give, (B, nh, Q, hs)."""
         with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
             q, k, v = wide(q), wide(k), wide(v)
-            solving = self.kind not in ('softmax', 'no-weights')
-            over = v if solving and self.config.dict == 'value' else k
+            over = v if self.solves and self.config.dict == 'value' else k
             x = ATTENTION[self.kind](q, over, padding, self.own, self.config)
             return x, x @ v
 
     def forward(self, q, k, v, padding=None):
         """q (B, Q, C), k and v (B, N, C), padding (B, N) True where no token is -> (B, Q, C)."""
         c, (q, k, v) = self.config, self.heads(q, k, v)
-        if self.kind in ('softmax', 'no-weights'):  # the fused kernel makes the same sum
+        if not self.solves:  # the fused kernel makes the same sum
             y = F.scaled_dot_product_attention(
                 q, k, v, None if padding is None else ~padding[:, None, None],
                 dropout_p=c.dropout if self.training else 0.0)
