@@ -760,16 +760,15 @@ def read_coco(path, photos):
         if not os.path.isfile(photos / x['file_name']):
             fail(f'{path}: image {x["id"]}: {photos} has no {x["file_name"]!r:.60}')
     for a in lists['annotations'].values():
-        x, (left, top, w, h), wrong = lists['images'].get(a['image_id']), a['bbox'], ''
-        if x is None:
-            wrong = 'there is no such image'
-        elif a['category_id'] not in lists['categories']:
-            wrong = f'there is no category {a["category_id"]}'
-        elif not (-w <= left <= x['width'] and -h <= top <= x['height']):
-            wrong = (f'bbox {a["bbox"]} (x, y, width, height) lies outside of '
-                     f'{x["file_name"]!r:.60}, {x["width"]} x {x["height"]}')
-        if wrong:
-            fail(f'{path}: annotation {a["id"]} of image {a["image_id"]}: {wrong}')
+        which = f'{path}: annotation {a["id"]} of image {a["image_id"]}'
+        if a['image_id'] not in lists['images']:
+            fail(f'{which}: there is no such image')
+        if a['category_id'] not in lists['categories']:
+            fail(f'{which}: there is no category {a["category_id"]}')
+        x, (left, top, w, h) = lists['images'][a['image_id']], a['bbox']
+        if not (-w <= left <= x['width'] and -h <= top <= x['height']):
+            fail(f'{which}: bbox {a["bbox"]} (x, y, width, height) lies outside of '
+                 f'{x["file_name"]!r:.60}, {x["width"]} x {x["height"]}')
         a['area'] = w * h if a['area'] is None else a['area']
     return lists
 
