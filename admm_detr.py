@@ -707,13 +707,12 @@ class Shapes:
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
-    def truth(self, rows=None):
-        """Ground truth of the rows in COCO's json form."""
-        plans = [self.plan(row) for row in (range(self.n) if rows is None else rows)]
-        notes = [dict(image_id=plan.image_id, category_id=self.ids[label], bbox=[
-            self.side * v for v in (cx - w / 2, cy - h / 2, w, h)])
-            for plan in plans for label, (cx, cy, w, h) in zip(plan.labels.tolist(),
-                                                               plan.boxes.tolist())]
+    def truth(self, plans):
+        """What is in the images of plan(row), in COCO's json form."""
+        notes = [dict(image_id=plan.image_id, category_id=self.ids[label],
+                      bbox=[self.side * v for v in (cx - w / 2, cy - h / 2, w, h)])
+                 for plan in plans
+                 for label, (cx, cy, w, h) in zip(plan.labels.tolist(), plan.boxes.tolist())]
         return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
                     categories=[dict(id=i) for i in self.ids])
 
@@ -801,9 +800,9 @@ class CocoFolder:
     def __len__(self):
         return len(self.images)
 
-    def truth(self, rows=None):
-        """What coco_ap compares with, of all rows or of some: nothing clipped, nothing left out."""
-        images = self.images if rows is None else [self.images[row] for row in rows]
+    def truth(self, plans):
+        """What coco_ap compares with: nothing clipped, nothing left out."""
+        images = [self.images[plan.row] for plan in plans]
         return dict(images=images, categories=[dict(id=i) for i in self.ids],
                     annotations=[a for x in images for a in self.annotations[x['id']]])
 
@@ -1235,7 +1234,7 @@ class Task:
                 sums[key] = sums.get(key, 0) + value.flatten()[0]
             found += self.detections(outputs, plans[i:i + c.batch_size])
         found = found if math.isfinite(sums['loss']) else []
-        self.coco = coco_ap(self.val.truth([plan.row for plan in plans]), found)
+        self.coco = coco_ap(self.val.truth(plans), found)
         figures = dict(val_loss=sums['loss'], paired=sums['paired'], l1=sums['bbox'],
                        giou=sums['giou'], AP=self.coco['AP'], AP50=self.coco['AP50'])
         return {name: float(value) for name, value in figures.items()}

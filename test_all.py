@@ -2797,10 +2797,12 @@ def test_detr_annotations():
         detr_photos(path, draw=False)
         data = detr.CocoFolder(path / 'train', path / 'train.json', 60)
         assert len(data) == 2 and data.ids == [4, 9] and data.classes == ['cat', 'dot']
-        assert data.truth([1])['images'][0]['id'] == 8 and data.truth([0])['annotations'] == []
-        assert [a['area'] for a in data.truth()['annotations']] == [150, 14 * 20.5, 900.5, 0]
-        assert [bool(a['iscrowd']) for a in data.truth()['annotations']] == [0, 0, 1, 0]
-        empty, plan = data.plan(0), data.plan(1)
+        empty, plan = plans = data.plan(0), data.plan(1)
+        assert data.truth([plan])['images'][0]['id'] == 8
+        assert data.truth([empty])['annotations'] == []
+        notes = data.truth(plans)['annotations']
+        assert [a['area'] for a in notes] == [150, 14 * 20.5, 900.5, 0]
+        assert [bool(a['iscrowd']) for a in notes] == [0, 0, 1, 0]
         assert empty.labels.shape == (0,) and empty.boxes.shape == (0, 4)
         assert (empty.size, empty.original, empty.image_id) == ((50, 100), (60, 30), 5)
         assert (plan.size, plan.original, plan.image_id) == ((80, 60), (30, 40), 8)
@@ -2977,7 +2979,7 @@ def test_detr_folders():
         detr_photos(path, split='val', draw=False)
         train, val = detr.load_coco(path)  # of one split every tenth is kept
         assert [x['id'] for x in val.images] == [5] and [x['id'] for x in train.images] == [8]
-        assert len(train.plan(0).labels) == 2 and len(val.truth()['annotations']) == 0
+        assert len(train.plan(0).labels) == 2 and not val.truth([val.plan(0)])['annotations']
         detr_photos(path, one, draw=False)
         train, val = detr.load_coco(path, 40)
         assert len(train) == 1 and len(val) == 2 and train.image_size == 40
@@ -3057,11 +3059,12 @@ def test_detr_shapes():
                    x0.max() + 1 - x0.min(), y.max() + 1 - y.min()]
             plain.append(max(abs(a - b) for a, b in zip(got, want)))
     assert seen == {0, 1, 2} and len(plain) > 2 and max(plain) < 4, plain
-    truth = data.truth([3])
+    plans = [data.plan(row) for row in range(30)]
+    truth = data.truth(plans[3:4])
     assert [i['id'] for i in truth['images']] == [4]
-    assert len(truth['annotations']) == len(data.plan(3).labels)
-    perfect = [dict(a, score=1.0) for a in data.truth()['annotations']]
-    assert detr.coco_ap(data.truth(), perfect)['AP'] == 1
+    assert len(truth['annotations']) == len(plans[3].labels)
+    truth = data.truth(plans)
+    assert detr.coco_ap(truth, [dict(a, score=1.0) for a in truth['annotations']])['AP'] == 1
 
 def test_detr_batches():
     """A function of seed and step; parts are rows of the whole, and their shares add up."""
