@@ -1177,27 +1177,24 @@ class Task:
                                  lr=c.learning_rate, betas=(c.beta1, c.beta2),
                                  weight_decay=c.weight_decay, fused=self.device.type == 'cuda')
 
-    def plan(self, step):
-        """Plans of the global batch of a step, through one endless row of shuffles."""
+    def prepare(self, step, rows):
+        """Plans of some rows of a step's global batch, their images, which threads begin to draw or
+        read, and their share of the batch's norms, known from plans alone: no process has to ask
+        another. Batches follow one endless row of shuffles."""
         c, N = self.config, len(self.train)
         n = c.batch_size * c.grad_accum_steps
-        return [self.train.plan(shuffled(c.seed, at // N, N)[at % N],
-                                np.random.default_rng([c.seed, step, r]))
-                for r, at in enumerate(range(step * n, step * n + n))]
+        plans = [self.train.plan(shuffled(c.seed, at // N, N)[at % N],
+                                 np.random.default_rng([c.seed, step, r]))
+                 for r, at in enumerate(range(step * n, step * n + n))]
+        weights, count = norms([len(plan.labels) for plan in plans], c)
+        share, plans = len(rows) / n, [plans[r] for r in rows]
+        return plans, self.render(self.train, plans), weights * share, count * share
 
     def batch(self, step, rows):
-        """Images, mask, targets and their share of the global batch's norms. That share is known
-        from plans alone: no process has to ask another. Threads draw or read a step ahead."""
-        c, key = self.config, tuple(rows)
-        for s in (step, min(step + 1, max(step, c.max_iters - 1))):
-            if (s, key) not in self.ahead:
-                plans = self.plan(s)
-                weights, count = norms([len(plan.labels) for plan in plans], c)
-                share = len(key) / len(plans)
-                plans = [plans[r] for r in key]
-                self.ahead[s, key] = (plans, self.render(self.train, plans), weights * share,
-                                      count * share)
-        plans, images, *shares = self.ahead.pop((step, key))
+        """Images, mask, targets and their share of the global batch's norms."""
+        plans, images, *shares = self.ahead.pop((step, rows), None) or self.prepare(step, rows)
+        if step + 1 < self.config.max_iters:
+            self.ahead[step + 1, rows] = self.prepare(step + 1, rows)
         return *self.collate(self.train, plans, images), *shares
 
     def render(self, data, plans):
