@@ -1217,7 +1217,7 @@ class Task:
     def evaluate(self):
         """On validation images: loss; of paired queries cross-entropy, L1 distance and 1 - GIoU;
         AP. All twelve numbers of COCO's are kept in self.coco."""
-        c, plans, found, sums = self.config, self.plans, [], {}
+        c, plans, found, sums = self.config, self.plans, [], torch.zeros(4, device=self.device)
         if not self.told:
             print('note    AP stays near zero for the first several hundred steps, and the loss '
                   'hides what goes on: watch paired, l1 and giou')
@@ -1227,14 +1227,14 @@ class Task:
             images, mask, targets = self.collate(self.val, plans[i:i + c.batch_size])
             outputs = self.model(images, mask)
             losses = set_losses(outputs, targets, c, weights, count)
-            for key, value in dict(losses, loss=total(losses, c)).items():
-                sums[key] = sums.get(key, 0) + value.flatten()[0]
+            of_last = [losses[key][0] for key in ('paired', 'bbox', 'giou')]
+            sums += torch.stack([total(losses, c), *of_last])
             found += self.detections(outputs, plans[i:i + c.batch_size])
-        found = found if math.isfinite(sums['loss']) else []
+        loss, paired, l1, giou = sums.tolist()
+        found = found if math.isfinite(loss) else []
         self.coco = coco_ap(self.val.truth(plans), found)
-        figures = dict(val_loss=sums['loss'], paired=sums['paired'], l1=sums['bbox'],
-                       giou=sums['giou'], AP=self.coco['AP'], AP50=self.coco['AP50'])
-        return {name: float(value) for name, value in figures.items()}
+        return dict(val_loss=loss, paired=paired, l1=l1, giou=giou, AP=self.coco['AP'],
+                    AP50=self.coco['AP50'])
 
     def finish(self):
         """COCO's twelve numbers."""
