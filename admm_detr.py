@@ -1373,20 +1373,18 @@ FONT = dict(zip('ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-', (  # rows of 3 pixels,
 COLOURS = np.array([[230, 60, 50], [40, 130, 240], [250, 190, 20], [40, 180, 90], [180, 80, 220],
                     [250, 130, 30], [30, 190, 200], [240, 110, 170]], np.uint8)
 
-def draw_boxes(image, boxes, labels, names, scores=None):
+def draw_boxes(image, boxes, labels, names, scores):
     """image (3, H, W) uint8 -> the same with boxes (n, 4), x0 y0 x1 y1 in pixels, and labels."""
     out, (_, H, W) = image.copy(), image.shape
-    order = np.argsort(scores) if scores is not None else range(len(boxes))  # the surest on top
     unit = max(1, min(H, W) // 200)
-    for i in order:
-        label = int(labels[i])
-        colour = COLOURS[label % len(COLOURS), :, None, None]               # (3, 1, 1)
+    for i in np.argsort(scores):  # the surest on top
+        colour = COLOURS[labels[i] % len(COLOURS), :, None, None]           # (3, 1, 1)
         left, top, right, bottom = np.clip(np.round(boxes[i]), 0, [W, H, W, H]).astype(int)
         part = out[:, top:bottom, left:right]
         for edge in part[:, :2], part[:, -2:], part[:, :, :2], part[:, :, -2:]:
             edge[:] = colour
-        text = names[label] + (f' {scores[i]:.2f}' if scores is not None else '')
-        rows = [[int(FONT.get(letter, '00000')[y]) >> x & 1 for letter in text.upper()
+        text = f'{names[labels[i]]} {scores[i]:.2f}'.upper()
+        rows = [[int(FONT.get(letter, '00000')[y]) >> x & 1 for letter in text
                  for x in (3, 2, 1, 0)] + [0] for y in range(5)]
         ink = np.pad(rows, ((1, 1), (0, 0))).repeat(unit, 0).repeat(unit, 1)  # (7, ...) units
         top, left = max(0, top - len(ink)), max(0, min(left, W - ink.shape[1]))

@@ -3011,7 +3011,7 @@ def test_detr_drawing():
         assert (out[:, y, x] == want).all(), (x, y, out[:, y, x])
     letter = (out[:, 6:11, 21:24] == 255).all(0)                            # the D of DISC 0.90
     assert letter.tolist() == [[1, 1, 0], [1, 0, 1], [1, 0, 1], [1, 0, 1], [1, 1, 0]], letter
-    assert (detr.draw_boxes(image, np.zeros((0, 4)), [], []) == image).all()
+    assert (detr.draw_boxes(image, np.zeros((0, 4)), [], [], []) == image).all()
 
 # ------------------------------------ data, training, actions ------------------------------------
 
