@@ -1271,8 +1271,7 @@ def load_weights(model, path, data):
     as it fits, and say what does not: attention that is replaced, or classes of other data."""
     try:
         state = torch.load(path, map_location='cpu', weights_only=True)
-        state = {re.sub(r'^(module\.|_orig_mod\.)+', '', key): p
-                 for key, p in state.get('model', state).items()
+        state = {key: p for key, p in state.get('model', state).items()
                  if not key.endswith('num_batches_tracked') and not key.startswith('fc.')}
         if 'layer4.0.conv1.weight' in state:
             state = {'backbone.0.body.' + key: p for key, p in state.items()}
