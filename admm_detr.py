@@ -1417,7 +1417,7 @@ def diagnose(model, images, mask=None):
         hidden = torch.zeros(len(x), x.size(-1), device=x.device) if padding is None else padding
         figures = dict(
             nonzero=(size > 1e-3 * size.amax(-1, keepdim=True)).sum(-1),
-            tokens=1 / share.square().sum(-1).clamp_min(1e-12),
+            tokens=share.sum(-1) / share.square().sum(-1).clamp_min(1e-12),  # 0 if all x are 0
             padding=(share * hidden[:, None, None]).sum(-1),
             **{'output/query': y.norm(dim=-1) / q.norm(dim=-1).clamp_min(1e-12)},
             cosine=F.cosine_similarity(y, q, dim=-1))
