@@ -1397,9 +1397,8 @@ def diagnose(model, images, mask=None):
     """How decoder layers choose -> outputs; of every attention (module, q, k, v, padding); and a
     dict of means over its queries and heads.
 
-    nonzero: tokens with a coefficient of at least 1e-3 of the largest; tokens: how many they are in
-    effect, (sum |x|)^2 / sum x^2; padding: share of |x| on padding; output/query: ||x^T V|| over
-    ||q||; cosine: between x^T V and q, 1 where attention hands back the query.
+    nonzero: tokens with a coefficient of at least 1e-3 of the largest; cosine: between x^T V and q,
+    1 where attention hands back the query.
     """
     seen, rows, hooks = [], [], []
     def keep(module, args):
@@ -1413,17 +1412,10 @@ def diagnose(model, images, mask=None):
     for i, (module, q, k, v, padding) in enumerate(seen):
         x, y = module.coefficients(q, k, v, padding)                        # (B, nh, Q, N)
         size = x.abs()
-        share = size / size.sum(-1, keepdim=True).clamp_min(1e-12)
-        hidden = torch.zeros(len(x), x.size(-1), device=x.device) if padding is None else padding
-        figures = dict(
-            nonzero=(size > 1e-3 * size.amax(-1, keepdim=True)).sum(-1),
-            tokens=share.sum(-1) / share.square().sum(-1).clamp_min(1e-12),  # 0 if all x are 0
-            padding=(share * hidden[:, None, None]).sum(-1),
-            **{'output/query': y.norm(dim=-1) / q.norm(dim=-1).clamp_min(1e-12)},
-            cosine=F.cosine_similarity(y, q, dim=-1))
-        means = {key: value.float().mean().item() for key, value in figures.items()}
-        name = f'{i // 2} {"self" if module.own else "cross"}'
-        rows.append(dict(layer=name, attention=module.kind, **means))
+        nonzero = (size > 1e-3 * size.amax(-1, keepdim=True)).sum(-1)
+        rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
+                         attention=module.kind, nonzero=nonzero.float().mean().item(),
+                         cosine=F.cosine_similarity(y, q, dim=-1).mean().item()))
     return outputs, seen, rows
 
 @torch.no_grad()
