@@ -1393,32 +1393,6 @@ def draw_boxes(image, boxes, labels, names, scores):
     return out
 
 @torch.no_grad()
-def diagnose(model, images, mask=None):
-    """How decoder layers choose -> outputs; of every attention (module, q, k, v, padding); and a
-    dict of means over its queries and heads.
-
-    nonzero: tokens with a coefficient of at least 1e-3 of the largest; cosine: between x^T V and q,
-    1 where attention hands back the query.
-    """
-    seen, rows, hooks = [], [], []
-    def keep(module, args):
-        seen.append((module, *module.heads(*args[:3]), *(args[3:] or [None])))
-    for layer in model.transformer.decoder['layers']:
-        for module in (layer.self_attn, layer.multihead_attn):
-            hooks.append(module.register_forward_pre_hook(keep))
-    outputs = model(images, mask)
-    for hook in hooks:
-        hook.remove()
-    for i, (module, q, k, v, padding) in enumerate(seen):
-        x, y = module.coefficients(q, k, v, padding)                        # (B, nh, Q, N)
-        size = x.abs()
-        nonzero = (size > 1e-3 * size.amax(-1, keepdim=True)).sum(-1)
-        rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
-                         attention=module.kind, nonzero=nonzero.float().mean().item(),
-                         cosine=F.cosine_similarity(y, q, dim=-1).mean().item()))
-    return outputs, seen, rows
-
-@torch.no_grad()
 def solver_gaps(q, k, own, c, most):
     """[mean of f / f* - 1 after 1, 2, ..., `most` iterations], for f of [OA Eq. 2]; f* is that of
     2000 iterations in float64."""
@@ -1427,6 +1401,35 @@ def solver_gaps(q, k, own, c, most):
     reached = lambda n: objective(lasso(q, k, own, c.sparsity, c.rho, n, c.relax), q, k, penalty)
     best = reached(2000).clamp_min(1e-12)
     return [(reached(n) / best - 1).clamp_min(0).mean().item() for n in range(1, most + 1)]
+
+@torch.no_grad()
+def diagnose(model, images, mask):
+    """How the decoder chooses -> outputs; rows, for each attention means over queries and heads;
+    {layer: the solver's gaps}; x (B, nh, Q, N) of the last one.
+
+    nonzero: tokens with a coefficient of at least 1e-3 of the largest; cosine: between x^T V and q,
+    1 where attention hands back the query; gap: f / f* - 1, of the solver's objective to the best.
+    """
+    seen, rows, gaps, c = [], [], {}, model.config
+    def keep(module, args):
+        seen.append((module, *module.heads(*args[:3]), *(args[3:] or [None])))
+    hooks = [m.register_forward_pre_hook(keep) for m in model.transformer.decoder.modules()
+             if isinstance(m, MultiheadAttention)]
+    outputs = model(images, mask)
+    for hook in hooks:
+        hook.remove()
+    for i, (module, q, k, v, padding) in enumerate(seen):
+        x, y = module.coefficients(q, k, v, padding)
+        layer = f'{i // 2} {"self" if module.own else "cross"}'
+        nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1)
+        cosine = F.cosine_similarity(y, q, dim=-1)
+        rows.append(dict(layer=layer, attention=module.kind, nonzero=nonzero.float().mean().item(),
+                         cosine=cosine.mean().item(), gap=math.nan))
+        over = real(v if c.dict == 'value' else k, padding)
+        if module.kind.startswith('admm') and over.any():
+            gaps[layer] = solver_gaps(q[:2], over[:2], module.own, c, 2 * c.iterations)
+            rows[-1]['gap'] = gaps[layer][c.iterations - 1]
+    return outputs, rows, gaps, x
 
 def mark(pixels, found, config, threshold):
     """pixels (3, H, W) uint8 -> the same, small ones enlarged, with boxes around what was found."""
@@ -1535,28 +1538,22 @@ def inspect_run(options, config, given):
     task = Task(config, resumed=True)
     plans = task.plans[:8]
     images, mask, _ = task.collate(task.val, plans)
-    (outputs, seen, rows), panels = diagnose(model, images, mask), []
-    for row, (module, q, k, v, padding) in zip(rows, seen):
-        if module.kind.startswith('admm') and (row['layer'], config.dict) != ('0 self', 'value'):
-            over = real(v if config.dict == 'value' else k, padding)
-            gaps = solver_gaps(q[:2], over[:2], module.own, config, 2 * config.iterations)
-            row['gap'] = gaps[config.iterations - 1]
-            panels.append((f'layer {row["layer"]}: log10 of f/f* - 1', 'iterations', {
-                'ADMM': [(n, math.log10(gap + 1e-16)) for n, gap in enumerate(gaps, 1)]}))
-    rows = [dict(dict.fromkeys(itertools.chain(*rows), math.nan), **row) for row in rows]
+    outputs, rows, gaps, x = diagnose(model, images, mask)
     write_csv(folder / 'inspect.csv', rows)
-    files = draw(folder / 'inspect.png', panels) if panels else []
-    module, q, k, v, padding = seen[-1]
-    x = module.coefficients(q, k, v, padding)[0].abs().mean(1)              # (B, Q, N)
-    found, lines = post_process(outputs, [plan.size[::-1] for plan in plans]), []
-    for pixels, f, own in zip(bytes_of(images[:4]), found, x):
+    lines = {layer: [(n, math.log10(gap + 1e-16)) for n, gap in enumerate(line, 1)]
+             for layer, line in gaps.items()}
+    panel = 'log10 of f / f* - 1', 'iterations', lines
+    files = draw(folder / 'inspect.png', [panel]) if lines else []
+    found, pictures = post_process(outputs, [plan.size[::-1] for plan in plans]), []
+    *_, grid = model.encode(images, mask)
+    for pixels, f, own in zip(bytes_of(images[:4]), found, x.abs().mean(1)):
         best = f[0].topk(min(3, len(f[0]))).indices
         plain = mark(pixels, f, config, 2.0)                                # (3, H, W), no boxes
-        light = own[best].unflatten(1, model.encode(images, mask)[3])[None]
+        light = own[best].unflatten(1, grid)[None]                          # (1, best, h, w)
         light = F.interpolate(light / light.amax((2, 3), True).clamp_min(1e-12), plain.shape[1:])[0]
-        lines.append(np.concatenate([mark(pixels, [t[best] for t in f], config, 0.0), *(
+        pictures.append(np.concatenate([mark(pixels, [t[best] for t in f], config, 0.0), *(
             (plain * (0.25 + 0.75 * part)).astype(np.uint8) for part in light.cpu().numpy())], 2))
-    write_png(folder / 'attention.png', np.concatenate(lines, 1).transpose(1, 2, 0))
+    write_png(folder / 'attention.png', np.concatenate(pictures, 1).transpose(1, 2, 0))
     print(diagnose.__doc__.split('\n\n')[1].rstrip())
     table(rows)
     print(f'files   {folder}: {", ".join(["inspect.csv", "attention.png"] + files)}')
