@@ -1580,24 +1580,23 @@ def bench_solvers(options, config, given):
     generator = torch.Generator().manual_seed(config.seed)
     for N, iterations in SOLVER_SIZES:
         q, k, v = (F.layer_norm(torch.randn(1, n, 256, generator=generator), (256,))[..., :32]
-                   .to(device)[:, None].requires_grad_() for n in (100, N, N))
+                   .to(device).requires_grad_() for n in (100, N, N))              # (1, n, 32)
         row = dict(N=N, iterations=iterations)
         for name in ('admm', 'admm-vanilla', 'recomputed'):
-            kind = 'admm' if name == 'recomputed' else name
-            if kind == 'admm-vanilla' and N * iterations > 850 * 30:  # the inverse alone takes long
-                row.update({f'{name} ms': math.nan, f'{name} MB': math.nan})
-                continue
-            c = replace(config, iterations=iterations, cross_attention=kind, updates='textbook',
-                        recompute=name == 'recomputed')
-            module, times = MultiheadAttention(replace(c, nheads=1, hidden_dim=32), kind), []
-            while len(times) <= options['rounds'] and sum(times[1:]) < 1:  # the first warms up
+            c = replace(config, nheads=1, hidden_dim=32, iterations=iterations,
+                        updates='textbook', recompute=name == 'recomputed')
+            module = MultiheadAttention(c, 'admm' if c.recompute else name)
+            slow = name == 'admm-vanilla' and N * iterations > 850 * 30
+            times, kept = [], math.nan
+            while not slow and len(times) <= options['rounds'] and sum(times[1:]) < 1:
                 clock = now()
-                kept, y = kept_bytes(lambda: module(*(t[:, 0] for t in (q, k, v))))
+                kept, y = kept_bytes(lambda: module(q, k, v))
                 y.square().sum().backward()
                 if device.type == 'cuda':
                     torch.cuda.synchronize()
                 times.append(now() - clock)
-            row.update({f'{name} ms': 1e3 * min(times[1:]), f'{name} MB': kept / 1e6})
+            row[f'{name} ms'] = 1e3 * min(times[1:], default=math.nan)  # the first one warms up
+            row[f'{name} MB'] = kept / 1e6
         rows.append(row)
     print(' '.join(bench_solvers.__doc__.split(';')[0].split()) + ':')
     table(rows)
