@@ -449,7 +449,7 @@ def sine_positions(padding, channels):
     parts = []
     for axis in (1, 2):
         place = (~padding).cumsum(axis, dtype=torch.float32)                # (B, h, w)
-        last = place.narrow(axis, place.size(axis) - 1, 1)
+        last = place.amax(axis, keepdim=True)
         angle = (2 * math.pi * place / (last + 1e-6))[..., None] * rate     # (B, h, w, C / 2)
         parts.append(torch.stack([angle[..., ::2].sin(), angle[..., 1::2].cos()], -1).flatten(3))
     return torch.cat(parts, -1).flatten(1, 2)
@@ -1323,7 +1323,7 @@ def coco_ap(ground_truth, detections):
             tp, fp = (np.cumsum(x & ~ignored, -1, dtype=float) for x in (hit, ~hit))
             for a in np.flatnonzero(wanted):
                 share = tp[a] / wanted[a]
-                recall[m, a, :, k] = share[:, -1] if len(order) else 0
+                recall[m, a, :, k] = share.max(-1, initial=0)
                 if most == 100:
                     p = tp[a] / (tp[a] + fp[a] + np.spacing(1))
                     p = np.maximum.accumulate(p[:, ::-1], axis=1)[:, ::-1]  # never rises again
