@@ -1258,13 +1258,12 @@ class Task:
 def without_files(config):
     """A recipe that has fallen back to drawn shapes, and lacks its weights too, takes what the tiny
     preset has in place of its own settings."""
-    for recipe in PRESETS.values():
-        if (config.data == 'builtin' and config.init and config.init == recipe.get('init')
-                and not Path(config.init).exists()):
-            print(f'{config.init} is not there either: so this is a small model from scratch')
-            return replace(config, **{name: flags()[name][1] for name, value in recipe.items()
-                                      if getattr(config, name) == value and name != 'threads'})
-    return config
+    recipe = next((r for r in PRESETS.values() if r.get('init') == config.init), None)
+    if not recipe or config.data != 'builtin' or Path(config.init).exists():
+        return config
+    print(f'{config.init} is not there either: so this is a small model from scratch')
+    return replace(config, **{name: flags()[name][1] for name, value in recipe.items()
+                              if getattr(config, name) == value and name != 'threads'})
 
 def load_weights(model, path, data):
     """Fill `model` from a checkpoint of this script, of DETR or of torchvision's ResNet-50, as far
