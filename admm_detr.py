@@ -1450,13 +1450,12 @@ def start(config, given, resume=None):
     config, folder, state = open_run(config, given, resume)
     task = task or Task(config, resumed=bool(state))
     c, (device, dtype, why) = task.config, pick_device(config)
-    formulas = [ATTENTION[name].__doc__.split('  ')[0].rstrip('.')
-                for name in (c.self_attention, c.cross_attention)]
+    formula = lambda kind: ATTENTION[kind].__doc__.split('  ')[0].rstrip('.')
     source = f'{c.data}: {len(task.train):,} images'
     source = 'drawn shapes, new ones every step,' if c.data == 'builtin' else source
     print(f'model   {c.variant}\n'
-          f'        self-attention of the decoder: {formulas[0]}\n'
-          f'        its cross-attention: {formulas[1]}\n'
+          f'        self-attention of the decoder: {formula(c.self_attention)}\n'
+          f'        its cross-attention: {formula(c.cross_attention)}\n'
           f'        {c.backbone} backbone, {c.enc_layers} + {c.dec_layers} layers, {c.hidden_dim} '
           f'wide, {c.num_queries} queries, {count(task.model):,} parameters\n'
           f'data    {source} of {len(task.train.classes)} classes; {len(task.val):,} for '
@@ -1481,11 +1480,10 @@ def report(task, folder, result):
     figures = task.coco or result  # the latter where this run of the script has evaluated nothing
     print('result  ' + ', '.join(f'{key} {value:.3f}' for key, value in figures.items()
                                  if key[:2] == 'AP' and value >= 0))
+    curves = lambda *keys: {key: points(log, 'iter', key) for key in keys}
     files = draw(folder / 'curves.png', [
-        ('loss', 'step', lines),
-        ('average precision', 'step', {key: points(log, 'iter', key) for key in ('AP', 'AP50')}),
-        ('paired with an object', 'step', {key: points(log, 'iter', key) for key in
-                                           ('paired', 'l1', 'giou')})])
+        ('loss', 'step', lines), ('average precision', 'step', curves('AP', 'AP50')),
+        ('paired with an object', 'step', curves('paired', 'l1', 'giou'))])
     plans = task.plans[:4]
     images, mask, _ = task.collate(task.val, plans)
     found = post_process(task.model.eval()(images, mask), [plan.size[::-1] for plan in plans])
