@@ -1188,22 +1188,19 @@ class Task:
                  for r, at in enumerate(range(step * n, step * n + n))]
         weights, count = norms([len(plan.labels) for plan in plans], c)
         share, plans = len(rows) / n, [plans[r] for r in rows]
-        return plans, self.render(self.train, plans), weights * share, count * share
+        return plans, self.pool.map(self.train.render, plans), weights * share, count * share
 
     def batch(self, step, rows):
         """Images, mask, targets and their share of the global batch's norms."""
         plans, images, *shares = self.ahead.pop((step, rows), None) or self.prepare(step, rows)
         if step + 1 < self.config.max_iters:
             self.ahead[step + 1, rows] = self.prepare(step + 1, rows)
-        return *self.collate(self.train, plans, images), *shares
+        return *self.collate(plans, images), *shares
 
-    def render(self, data, plans):
-        return [self.pool.submit(data.render, plan) for plan in plans]
-
-    def collate(self, data, plans, images=None):
+    def collate(self, plans, images):
         """Images, mask (None if there is no padding) and targets of these plans, on the device."""
         try:
-            images, mask = collate([f.result() for f in images or self.render(data, plans)])
+            images, mask = collate([*images])
         except ValueError as e:
             fail(e)
         targets = [(plan.labels.to(self.device), plan.boxes.to(self.device)) for plan in plans]
@@ -1224,12 +1221,13 @@ class Task:
             self.told = True
         weights, count = norms([len(plan.labels) for plan in plans], c)
         for i in range(0, len(plans), c.batch_size):
-            images, mask, targets = self.collate(self.val, plans[i:i + c.batch_size])
+            part = plans[i:i + c.batch_size]
+            images, mask, targets = self.collate(part, self.pool.map(self.val.render, part))
             outputs = self.model(images, mask)
             losses = set_losses(outputs, targets, c, weights, count)
             of_last = [losses[key][0] for key in ('paired', 'bbox', 'giou')]
             sums += torch.stack([total(losses, c), *of_last])
-            found += self.detections(outputs, plans[i:i + c.batch_size])
+            found += self.detections(outputs, part)
         loss, paired, l1, giou = sums.tolist()
         found = found if math.isfinite(loss) else []
         self.coco = coco_ap(self.val.truth(plans), found)
@@ -1485,7 +1483,7 @@ def report(task, folder, result):
         ('loss', 'step', lines), ('average precision', 'step', curves('AP', 'AP50')),
         ('paired with an object', 'step', curves('paired', 'l1', 'giou'))])
     plans = task.plans[:4]
-    images, mask, _ = task.collate(task.val, plans)
+    images, mask, _ = task.collate(plans, map(task.val.render, plans))
     found = post_process(task.model.eval()(images, mask), [plan.size[::-1] for plan in plans])
     pictures = [mark(pixels, f, c, 0.5) for pixels, f in zip(bytes_of(images), found)]
     write_png(folder / 'detections.png', np.concatenate(pictures, 2).transpose(1, 2, 0))
@@ -1534,7 +1532,7 @@ def inspect_run(options, config, given):
     model, config, folder, device = load_run(config, given, options['resume'])
     task = Task(config, resumed=True)
     plans = task.plans[:8]
-    images, mask, _ = task.collate(task.val, plans)
+    images, mask, _ = task.collate(plans, map(task.val.render, plans))
     outputs, rows, gaps, x = diagnose(model, images, mask)
     write_csv(folder / 'inspect.csv', rows)
     lines = {layer: [(n, math.log10(gap + 1e-16)) for n, gap in enumerate(line, 1)]
