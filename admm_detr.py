@@ -397,8 +397,7 @@ class Bottleneck(nn.Module):
         self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
         self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
-        self.bn1, self.bn2 = FrozenBatchNorm2d(width), FrozenBatchNorm2d(width)
-        self.bn3 = FrozenBatchNorm2d(outside)
+        self.bn1, self.bn2, self.bn3 = map(FrozenBatchNorm2d, (width, width, outside))
         self.downsample = nn.Identity() if inside == outside else nn.Sequential(
             nn.Conv2d(inside, outside, 1, stride, bias=False), FrozenBatchNorm2d(outside))
 
@@ -414,12 +413,10 @@ class ResNet50(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), FrozenBatchNorm2d(64)
-        inside = 64
-        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
-            first = Bottleneck(inside, width, 1 + (i > 0))
-            inside = 4 * width
-            rest = [Bottleneck(inside, width) for _ in range(blocks - 1)]
-            self.add_module(f'layer{i + 1}', nn.Sequential(first, *rest))
+        stages = (64, 64, 1, 3), (256, 128, 2, 4), (512, 256, 2, 6), (1024, 512, 2, 3)
+        for i, (inside, width, stride, blocks) in enumerate(stages, 1):
+            rest = [Bottleneck(4 * width, width) for _ in range(blocks - 1)]
+            self.add_module(f'layer{i}', nn.Sequential(Bottleneck(inside, width, stride), *rest))
         for p in [*self.conv1.parameters(), *self.layer1.parameters()]:
             p.requires_grad_(False)
 
