@@ -1510,11 +1510,10 @@ def detect(options, config, given):
         size = resized(*photo.size, config.image_size, round(config.image_size * 1333 / 800))
         outputs = model(to_tensor(photo, size)[None].to(device))
         found = post_process(outputs, [photo.size[::-1]])[0]
-        scores, labels, boxes = found
-        keep = [i for i in scores.argsort(descending=True).tolist()
-                if scores[i] >= options['threshold']]
-        answers[path] = [(names[labels[i]], scores[i].item(), boxes[i].tolist()) for i in keep]
-        print(f'{path}: {len(keep)} found')
+        surest_first = sorted(zip(*(t.tolist() for t in found)), reverse=True)
+        answers[path] = [(names[label], score, box) for score, label, box in surest_first
+                         if score >= options['threshold']]
+        print(f'{path}: {len(answers[path])} found')
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
         target = folder / f'{stem}{f"-{n}" * (stems.count(stem) > 1)}-found.png'
