@@ -1420,7 +1420,7 @@ def diagnose(model, images, mask):
         rows.append(dict(layer=layer, attention=module.kind, nonzero=nonzero.float().mean().item(),
                          cosine=cosine.mean().item(), gap=math.nan))
         over = real(v if c.dict == 'value' else k, padding)
-        if module.kind.startswith('admm') and over.any():
+        if module.kind.startswith('admm') and c.updates == 'textbook' and over.any():
             gaps[layer] = solver_gaps(q[:2], over[:2], module.own, c, 2 * c.iterations)
             rows[-1]['gap'] = gaps[layer][c.iterations - 1]
     return outputs, rows, gaps, x
