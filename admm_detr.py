@@ -287,8 +287,8 @@ def admm(q, k, padding, own, c, vanilla=False):
     if c.updates == 'printed':  # pays no heed to padding; what random tokens take is lost
         x = printed(q, k, own, c.sparsity, c.rho, c.iterations, vanilla)
         return sharpen(x, c.power)[..., :k.size(-2)]
-    return sharpen(lasso(q, real(k, padding), own, c.sparsity, c.rho, c.iterations, c.relax,
-                         vanilla), c.power)
+    x = lasso(q, real(k, padding), own, c.sparsity, c.rho, c.iterations, c.relax, vanilla)
+    return sharpen(x, c.power)
 
 def admm_vanilla(q, k, padding, own, c):
     """argmin ||q - x^T K||^2 + lambda ||x||_1 by an N x N inverse, sharpened.  [OA Eq. 3]"""
