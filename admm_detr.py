@@ -487,6 +487,8 @@ class DETR(nn.Module):
         """Each tensor has a generator of its own, so that variants start alike where they are."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer, _, kind = name.rpartition('.')
+        if not kind.endswith(('weight', 'bias')):
+            return  # a parameter of another kind, added later, keeps the values it was made with
         matrix = p if kind.startswith('in_proj') else self.get_parameter(layer + '.weight')
         if matrix.dim() == 1 or name.endswith('out_proj.bias'):
             p.fill_(kind == 'weight')                                       # norms
@@ -1136,7 +1138,8 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    final = task.finish() if done and hasattr(task, 'finish') else {}
+    with torch.no_grad(), autocast():
+        final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
@@ -1234,10 +1237,8 @@ class Task:
     def finish(self):
         """COCO's twelve numbers."""
         if not self.coco:  # a run that was over already
-            device, dtype, _ = pick_device(self.config)
             self.model.eval()
-            with torch.no_grad(), torch.autocast(device.type, dtype, dtype != torch.float32):
-                self.evaluate()
+            self.evaluate()
         return self.coco
 
     def detections(self, outputs, plans):

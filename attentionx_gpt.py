@@ -343,6 +343,8 @@ class GPT(nn.Module):
     def init_parameter(self, name, p):
         """Each tensor has a generator of its own, so that variants start alike where they are."""
         c = self.config
+        if not name.endswith(('weight', 'bias')):
+            return  # a parameter of another kind, added later, keeps the values it was made with
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         if p.dim() < 2:
             p.fill_(1.0 if name.endswith('weight') else 0.0)
@@ -352,17 +354,13 @@ class GPT(nn.Module):
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
 
-    def embed(self, idx, past=0):
-        """idx (B, T), from position `past` on -> what the first block sees, (B, T, C)."""
-        x = self.transformer.wte(idx)
-        if self.config.arch == 'rotary':
-            return x
-        position = torch.arange(past, past + idx.size(1), device=idx.device)
-        return self.transformer.drop(x + self.transformer.wpe(position))
-
     def features(self, idx, cache=None):
         """idx (B, T) -> what the output layer sees, (B, T, C)."""
-        x = self.embed(idx, past=cache[0]['k'].size(1) if cache and cache[0] else 0)
+        x = self.transformer.wte(idx)                                       # (B, T, C)
+        if self.config.arch == 'gpt2':
+            past = cache[0]['k'].size(1) if cache and cache[0] else 0
+            position = torch.arange(past, past + idx.size(1), device=idx.device)
+            x = self.transformer.drop(x + self.transformer.wpe(position))
         for i, block in enumerate(self.transformer.h):
             x = block(x, cache[i] if cache else None)
         return self.transformer.ln_f(x)
@@ -395,7 +393,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
         """idx (B, T) -> (B, T + max_new_tokens); temperature 0 (below 1e-3) takes the likeliest.
 
@@ -447,7 +445,7 @@ def load_text(config):
         text = encode(''.join(parts), ''.join(val), about, config.tokenizer or 'bytes')
     elif path.is_file():
         try:
-            whole = path.read_text('utf-8')
+            whole = path.read_bytes().decode('utf-8-sig')  # without the mark some editors put first
         except ValueError as e:
             fail(f'--data {path} is not utf-8 text ({e})')
         cut = len(whole) * 9 // 10
@@ -714,7 +712,8 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    final = task.finish() if done and hasattr(task, 'finish') else {}
+    with torch.no_grad(), autocast():
+        final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
@@ -732,7 +731,7 @@ class Task:
         if config.init and not resumed:
             load_weights(self.model, config.init)
         self.model.to(self.device)
-        last = len(self.text.val) - config.block_size - 1
+        last, self.by_position = len(self.text.val) - config.block_size - 1, []
         self.val_starts = np.unique(np.linspace(0, last, config.eval_rows).astype(np.int64))
 
     def optimizer(self):
@@ -758,7 +757,8 @@ class Task:
         for i in range(0, len(self.val_starts), c.batch_size):
             x, y = windows(self.text.val, self.val_starts[i:i + c.batch_size], c, self.device)
             losses.append(self.model.token_losses(self.model.features(x), y))
-        loss, known = torch.cat(losses).mean().item(), self.text.bytes_per_token
+        losses, known = torch.cat(losses).view(-1, c.block_size), self.text.bytes_per_token
+        self.by_position, loss = losses.mean(0).tolist(), losses.mean().item()
         return dict(val_loss=loss, **{'val_bpb': loss / math.log(2) / known} if known else {})
 
 def load_weights(model, path):
@@ -787,31 +787,40 @@ def bigram_loss(text, starts, length):
     seen = np.where(pairs[at] == x * V + y, counts[at], 0)
     return -np.log((seen + kinds[x] * unigram[y]) / (times[x] + kinds[x])).mean()
 
+def inputs_of(modules, model, batch):
+    """What each of these modules gets while the model sees a batch: a list of tensors."""
+    inputs = []
+    hooks = [module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for module in modules]
+    model(batch)
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
 @torch.no_grad()
 def diagnose(model, idx):
-    """What attention does with idx (B, T): for each layer a dict of means over the tokens
-    [deviation] BF App. A shows token 0, but here the first token has no neighbours and no Delta.
+    """What attention does with idx (B, T): for each layer a dict of means over the tokens.
 
     update ||Phi|| or ||Delta||, mh ||MH||, alpha <MH,V>/<V,V>, p_own the weight of the own token,
     cos_update and cos_mh the cosine between X and either of them after W^o.
+
+    [deviation] from BF App. A, which shows token 0: here the first token has no neighbours.
     """
-    rows, c, x = [], model.config, model.embed(idx)
-    for block in model.transformer.h:
+    rows, c, blocks = [], model.config, model.transformer.h
+    updates = inputs_of([block.attn.c_proj for block in blocks], model, idx)
+    for block, x, update in zip(blocks, inputs_of(blocks, model, idx), updates):  # (B, T, C)
         q, k, v = block.attn.qkv(block.ln_1(x))                             # (B, T, nh, hs)
         mh = multi_head(*(t.transpose(1, 2) for t in (q, k, v)), zero_diag=c.zero_diag)
-        update = ATTENTION[c.attention](mh, v, block.attn.gamma)
-        update = update[0] if isinstance(update, tuple) else update
         mh_v, v_v = (t.sum(-2) for t in inner(mh, v))                       # (B, T, 1)
         scores = torch.einsum('bqhd,bkhd->bhqk', q, k) / math.sqrt(q.size(-1))
         scores = scores + torch.full_like(scores, -math.inf).triu(1)        # (B, nh, T, T)
         p_own = scores.softmax(-1).diagonal(dim1=2, dim2=3) * (not c.zero_diag)
-        update, mh = update.flatten(2), mh.flatten(2)                       # (B, T, C)
-        cosine = lambda t: F.cosine_similarity(block.attn.c_proj(t), x, dim=-1)
+        mh, w_o = mh.flatten(2), block.attn.c_proj.weight                   # (B, T, C)
+        cosine = lambda t: F.cosine_similarity(F.linear(t, w_o), x, dim=-1)
         figures = dict(update=update.norm(dim=-1), mh=mh.norm(dim=-1), alpha=ratio(mh_v, v_v),
                        p_own=p_own, cos_update=cosine(update), cos_mh=cosine(mh))
         means = {name: t.float().mean().item() for name, t in figures.items()}
         rows.append(dict(layer=len(rows), **means))
-        x = block(x)
     return rows
 
 # ------------------------------------ 8. actions ------------------------------------
@@ -822,8 +831,8 @@ def start(config, given, resume=None):
     config, folder, state = open_run(config, given, resume)
     task = task or Task(config, resumed=bool(state))
     c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
-    formula = ATTENTION[c.attention].__doc__.split('  ')[0].rstrip('.')
-    gamma = f', gamma {task.model.transformer.h[0].attn.gamma:g}' if 'gamma' in formula else ''
+    formula = (ATTENTION[c.attention].__doc__ or c.attention).split('  ')[0].rstrip('.')
+    gamma = f', gamma {default_gamma(c.attention, c.zero_diag, c.gamma):g}' * ('gamma' in formula)
     print(f'model   {c.variant}: {formula}{gamma}\n'
           f'        {c.arch}, {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, '
           f'{count(task.model):,} parameters\n'
@@ -839,6 +848,8 @@ def report(task, folder, result):
              (('training', 'loss'), ('validation', 'val_loss'))}
     values = [y for _, y in lines['training'] or lines['validation']]
     print(f'loss    {sparkline(values)} {values[0]:.2f} to {values[-1]:.2f}')
+    if at := task.by_position:
+        print(f'        {sparkline(at)} {at[0]:.2f} to {at[-1]:.2f}, along a validation window')
     bits = f', {result["val_bpb"]:.3f} bits per byte' if 'val_bpb' in result else ''
     print(f'result  validation loss {result["val_loss"]:.3f} nats per token{bits}; a bigram model '
           f'of the same text: {bigram_loss(text, task.val_starts, c.block_size):.3f}')

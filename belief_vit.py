@@ -88,7 +88,7 @@ class Config:
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     classes: str = ''              # names of the classes, a comma between; the data knows them
-    val_fraction: float = 0.1      # 0 < x < 1: of the training images, kept to choose by
+    val_fraction: float = 0.1      # 0 < x < 1: of the training images, for validation
     randaugment: str = 'none'      # x in POLICIES: of small images, beside crop and flip
     mix: bool = False              # mixup, cutmix and random erasing, as DeiT has them
     label_smoothing: float = 0.0   # 0 <= x < 1: probability spread over all classes
@@ -408,6 +408,8 @@ class ViT(nn.Module):
         """
         c, (layer, _, kind) = self.config, name.rpartition('.')
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
+        if kind not in ('weight', 'bias', 'temperature', 'pos_embed', 'cls_token'):
+            return p  # a parameter of another kind, added later, keeps the values it was made with
         if kind == 'temperature':
             return p.fill_(math.log(c.shape.head_size ** -0.5))
         if 'norm' in layer:
@@ -547,10 +549,11 @@ def load_images(config):
     if not 0 < kept < n:
         fail(f'--data {config.data}: {n} images leave {kept} for validation, {n - kept} to train; '
              'give more, or another --val-fraction')
+    sizes = np.array([os.path.getsize(p) for p in images] if images.dtype.kind == 'U' else [])
     return SimpleNamespace(
         train=(images[order[kept:]], labels[order[kept:]]), test=test, about=str(path),
         val=(images[order[:kept]], labels[order[:kept]]), classes=names,
-        stamp=[zlib.crc32(part.tobytes()) for part in (images, labels, *(test or ()))])
+        stamp=[zlib.crc32(part.tobytes()) for part in (images, sizes, labels, *(test or ()))])
 
 def normalisation(data):
     """Mean and deviation of the colours, 0 to 1, (2, 3, 1, 1): the repositories' for CIFAR, else
@@ -1046,7 +1049,8 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    final = task.finish() if done and hasattr(task, 'finish') else {}
+    with torch.no_grad(), autocast():
+        final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
@@ -1060,6 +1064,8 @@ class Task:
         self.data, self.device = load_images(config), pick_device(config)[0]
         c = replace(config, num_classes=max(config.num_classes, len(self.data.classes)),
                     classes=','.join(name.replace(',', ' ') for name in self.data.classes))
+        if resumed and c.classes != config.classes:
+            fail(f'--data {config.data} has other classes than the run to go on with: {c.classes}')
         self.steps_per_epoch = len(self.data.train[1]) / (c.batch_size * c.grad_accum_steps)
         if c.max_iters is None:
             c = replace(c, max_iters=math.ceil(c.epochs * self.steps_per_epoch))
@@ -1180,7 +1186,6 @@ class Task:
     def finish(self):
         """Accuracy on the test set, if there is one, of the last and of the best weights. Nothing
         else looks at it, and this only when training is over."""
-        device, dtype, _ = pick_device(self.config)
         figures, last = {}, {key: p.clone() for key, p in self.model.state_dict().items()}
         best = self.folder / 'best.pt'
         states = {'test_acc': last}
@@ -1188,8 +1193,7 @@ class Task:
             states['best_test_acc'] = load_checkpoint(best)['model']
         for name, state in states.items() if len(self.test[1]) else ():
             self.model.eval().load_state_dict(state)
-            with torch.autocast(device.type, dtype, dtype != torch.float32):
-                figures[name] = self.judge(*self.test)[1]
+            figures[name] = self.judge(*self.test)[1]
         self.model.load_state_dict(last)
         return figures
 
@@ -1234,12 +1238,12 @@ def linear_accuracy(task):
     guess = pixels(held) @ torch.cholesky_solve(x.T @ y, factor)
     return (guess.argmax(1) == answers[:most].cpu()).float().mean().item()
 
-def block_inputs(model, images):
-    """What each block of the model gets when it sees images (B, 3, H, W): X (B, 1 + h w, C)."""
+def inputs_of(modules, model, batch):
+    """What each of these modules gets while the model sees a batch: a list of tensors."""
     inputs = []
-    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-             for block in model.blocks]
-    model(images)
+    hooks = [module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for module in modules]
+    model(batch)
     for hook in hooks:
         hook.remove()
     return inputs
@@ -1253,13 +1257,12 @@ def diagnose(model, images, token=0):
     [BF Eq. 11]; after W^o it can be, whatever the paper says. `token` 0 is the class token, the one
     that the paper's figure shows; -1 means all.
     """
-    rows, pick = [], slice(None) if token < 0 else token
-    for block, x in zip(model.blocks, block_inputs(model, images)):
+    rows, pick, blocks = [], slice(None) if token < 0 else token, model.blocks
+    updates = inputs_of([block.attn.proj for block in blocks], model, images)
+    for block, x, update in zip(blocks, inputs_of(blocks, model, images), updates):
         _, _, v, mh = block.attn.heads(block.norm1(x))                      # (B, T, nh, hs)
-        update = ATTENTION[model.config.attention](mh, v, block.attn.gamma)
-        update = update[0] if isinstance(update, tuple) else update
         alpha = ratio(*(t.sum((-2, -1)) for t in inner(mh, v)))             # (B, T)
-        update, mh = update.flatten(2), mh.flatten(2)                       # (B, T, nh hs)
+        mh = mh.flatten(2)                                                  # (B, T, nh hs)
         update_o, mh_o = (F.linear(t, block.attn.proj.weight) for t in (update, mh))
         figures = dict(
             update=update.norm(dim=-1), mh=mh.norm(dim=-1), update_o=update_o.norm(dim=-1),
@@ -1274,7 +1277,7 @@ def attention_maps(model, images):
     """Where the class token looks in images (B, 3, H, W) -> (B, layers, h, w), the heads' mean
     softmax weight on each patch, with 1 for the largest of a map."""
     s, maps = model.config.shape, []
-    for block, x in zip(model.blocks, block_inputs(model, images)):
+    for block, x in zip(model.blocks, inputs_of(model.blocks, model, images)):
         q, k, *_ = block.attn.heads(block.norm1(x))                         # (B, T, nh, hs)
         scores = torch.einsum('bhd,bthd->bht', q[:, 0], k)                  # (B, nh, T)
         scores = scores if model.config.shifted else scores * s.head_size ** -0.5
@@ -1296,15 +1299,15 @@ def start(config, given, resume=None):
     task = task or Task(config, resumed=bool(state))
     c, s, data = task.config, task.config.shape, task.data
     device, dtype, why = pick_device(config)
-    formula = ATTENTION[c.attention].__doc__.split('  ')[0].rstrip('.')
+    formula = (ATTENTION[c.attention].__doc__ or c.attention).split('  ')[0].rstrip('.')
     tested = f', {len(data.test[1]):,} to test' if data.test else ''
     growing = f'{c.first_size} to ' * bool(c.first_size)
-    gamma = f', gamma {task.model.blocks[0].attn.gamma:g}' if 'gamma' in formula else ''
+    gamma = f', gamma {default_gamma(c.attention, s.zero_diag, c.gamma):g}' * ('gamma' in formula)
     print(f'model   {c.variant}: {formula}{gamma}\n'
           f'        {s.depth} layers, {s.num_heads} heads, {s.embed_dim} wide, images of {growing}'
           f'{s.image_size} in patches of {s.patch_size}, {count(task.model):,} parameters\n'
           f'data    {data.about}: {len(data.train[1]):,} images of {len(data.classes)} classes, '
-          f'{len(data.val[1]):,} to choose by{tested}\n'
+          f'{len(data.val[1]):,} for validation{tested}\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
           f'run     {folder}' + ', resumed' * bool(state))
     if c.randaugment == 'paper':
@@ -1361,9 +1364,10 @@ def predict(options, config, given):
 
 def inspect_layers(options, config, given):
     """Train and watch the layers, as Fig. 3 of BF does in the first epoch."""
+    patches = (config.shape.image_size // config.shape.patch_size) ** 2
+    if not -1 <= options['token'] <= patches:
+        fail(f'--token {options["token"]}: wants -1 to {patches}')
     task, folder, _ = start(config, given)
-    if not -1 <= options['token'] < task.model.pos_embed.size(1):
-        fail(f'--token {options["token"]}: wants -1 to {task.model.pos_embed.size(1) - 1}')
     images, seen, evaluate = task.view(task.val[0][:64]), [], task.evaluate
     task.evaluate = lambda: (seen.append(diagnose(task.model, images, options['token']))
                              or evaluate())

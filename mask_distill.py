@@ -635,7 +635,7 @@ def load_text(config):
         text = encode(''.join(parts), ''.join(val), about, config.tokenizer or 'bytes')
     elif path.is_file():
         try:
-            whole = path.read_text('utf-8')
+            whole = path.read_bytes().decode('utf-8-sig')  # without the mark some editors put first
         except ValueError as e:
             fail(f'--data {path} is not utf-8 text ({e})')
         cut = len(whole) * 9 // 10
@@ -902,7 +902,8 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    final = task.finish() if done and hasattr(task, 'finish') else {}
+    with torch.no_grad(), autocast():
+        final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 

@@ -507,6 +507,8 @@ def test_gpt_evaluation():
         assert a == b and abs(a['val_bpb'] - a['val_loss'] / math.log(2)) < 1e-9
         x, y = gpt.windows(task.text.val, task.val_starts, task.config, task.device)
         close(task.model(x, y)[1], a['val_loss'], 1e-5)
+        alone = [task.model(x, torch.where(torch.arange(16) == t, y, -1))[1] for t in range(16)]
+        close(torch.tensor(task.by_position), torch.stack(alone), 1e-5)
         assert len(task.val_starts) == 6
         assert (task.val_starts[0], task.val_starts[-1]) == (0, len(task.text.val) - 17)
         task.text.bytes_per_token = 4.0
@@ -1223,7 +1225,7 @@ def test_same_text():
     """The functions that two scripts have in common are the same text."""
     family = ('inner ratio orthogonal softmax attentionx attentionx_v1 belief belief_head '
               'belief_star softmax_scaled value_skip default_gamma')
-    for a, b, names in ((gpt, vit, family), (vit, detr, 'write_png shuffled'),
+    for a, b, names in ((gpt, vit, family + ' inputs_of'), (vit, detr, 'write_png shuffled'),
                         (gpt, mask, 'get_tokenizer load_text encode load_bins windows')):
         for name in names.split():
             assert inspect.getsource(getattr(a, name)) == inspect.getsource(getattr(b, name)), name
@@ -1770,7 +1772,7 @@ def test_vit_attention_maps():
     for name, zero_diag in (('vit-small', True), ('vit-small', False), ('deit-small', False)):
         net = vit_model(model=name, zero_diag=zero_diag, num_heads=2).double().eval()
         maps = vit.attention_maps(net, images)
-        for i, (block, x) in enumerate(zip(net.blocks, vit.block_inputs(net, images))):
+        for i, (block, x) in enumerate(zip(net.blocks, vit.inputs_of(net.blocks, net, images))):
             q, k, *_ = block.attn.heads(block.norm1(x))
             mean = 0
             for head in range(2):
