@@ -190,22 +190,23 @@ def extent(masks):
     return reach, max([n for kind, n in candidates(masks) if kind in ('first', 'sinks')], default=0)
 
 def own_token(masks, log_c):
-    """Terms and c / max c (nh, K), every token sure to attend to itself, so that no row is empty.
+    """c / max c (nh, K + 1), every token sure to attend to itself, so that no row is empty.
 
     [choice] Where no open mask holds the own token, one more does, with the largest coefficient.
     A closed mask has log c = -inf; only the ratios of a row's coefficients reach the result.
     """
-    terms = candidates(masks)
     relative = log_c - log_c.amax(1, keepdim=True)
     holds = torch.tensor([kind in ('all', 'window') or (kind, n) == ('offset', 0)
-                          for kind, n in terms], device=log_c.device)
+                          for kind, n in candidates(masks)], device=log_c.device)
     missing = ~(relative.exp() * holds).any(1, keepdim=True)                # (nh, 1)
-    return [*terms, ('offset', 0)], torch.cat([relative.exp(), missing.to(log_c.dtype)], 1)
+    return torch.cat([relative.exp(), missing.to(log_c.dtype)], 1)
 
-def hold(terms, reach, i, j):
-    """Do the masks hold the pairs of queries i (..., Tq), keys j (..., T)? -> (K, ..., Tq, T)."""
-    i, j = i[..., None], j[..., None, :]
-    return torch.stack([KINDS[kind](i, j, n, reach) & (0 <= j) & (j <= i) for kind, n in terms])
+def hold(masks, i, j):
+    """Do the masks, the own token's last, hold the pairs of queries i (..., Tq), keys j (..., T)?
+    -> (K + 1, ..., Tq, T)."""
+    i, j, reach = i[..., None], j[..., None, :], extent(masks)[0]
+    return torch.stack([KINDS[kind](i, j, n, reach) & (0 <= j) & (j <= i)
+                        for kind, n in [*candidates(masks), ('offset', 0)]])
 
 def mixture(c, M):
     """W = sum_k c_k M_k from c (nh, K), M (K, ..., Tq, T) -> (nh, ..., Tq, T).  [MA Sec. 3]"""
@@ -222,21 +223,19 @@ def renormalised(scores, masks, log_c, i, j):
     """softmax(S + log W): each row is divided by its sum.  [MA Sec. 3]"""
     if masks == 'all':  # whatever its coefficient
         return F.softmax(scores.masked_fill(i[:, None] < j, -math.inf), dim=-1)
-    terms, c = own_token(masks, log_c)
-    w = mixture(c, hold(terms, extent(masks)[0], i, j))                     # (nh, Tq, T)
+    w = mixture(own_token(masks, log_c), hold(masks, i, j))                 # (nh, Tq, T)
     return F.softmax(scores + log(w).to(scores.dtype), dim=-1)
 
 def unnormalised(scores, masks, log_c, i, j):
     """W o softmax(S): what the masks leave out is lost."""
-    terms, c = own_token(masks, log_c)
-    w = mixture(c * log_c.amax(1, keepdim=True).exp(), hold(terms, extent(masks)[0], i, j))
+    c = own_token(masks, log_c) * log_c.amax(1, keepdim=True).exp()
+    w = mixture(c, hold(masks, i, j))
     return w.to(scores.dtype) * F.softmax(scores.masked_fill(i[:, None] < j, -math.inf), dim=-1)
 
 def separate(scores, masks, log_c, i, j):
     """sum_k c_k softmax(S on M_k): a softmax for every mask; one without tokens adds nothing."""
-    terms, c = own_token(masks, log_c)
-    c, out = c * log_c.amax(1, keepdim=True).exp(), 0
-    for k, m in enumerate(hold(terms, extent(masks)[0], i, j)):
+    c, out = own_token(masks, log_c) * log_c.amax(1, keepdim=True).exp(), 0
+    for k, m in enumerate(hold(masks, i, j)):
         p = F.softmax(scores.masked_fill(~m, torch.finfo(scores.dtype).min), dim=-1)
         out = out + c[:, k, None, None].to(p.dtype) * p * m
     return out
@@ -270,7 +269,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     in columns of their own. The sum over masks is one over columns, so a key may stand in both.
     """
     B, nh, T, hs = q.shape
-    terms, c = own_token(masks, no_preference(masks, q) if log_c is None else log_c)
+    c = own_token(masks, no_preference(masks, q) if log_c is None else log_c)
     reach, s = (min(n, T) for n in extent(masks))
     b = min(block or max(16, min(reach, 128)), T)
     n, band = -(-T // b), b + reach - 1                                     # blocks; keys of each
@@ -280,8 +279,8 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     i = torch.arange(n * b, device=q.device).view(n, b)
     column = torch.arange(band + s, device=q.device)                        # K (B, nh, n, hs, ...)
     j = torch.where(column < band, column - reach + 1 + i[:, :1], column - band)
-    near = torch.tensor([kind in ('window', 'offset') for kind, _ in terms], device=q.device)
-    M = hold(terms, reach, i, j) & (near[:, None, None, None] == (column < band))
+    near = torch.tensor([kind in ('window', 'offset') for kind, _ in candidates(masks)] + [True])
+    M = hold(masks, i, j) & (near.to(q.device)[:, None, None, None] == (column < band))
     bias = log(mixture(c, M)).to(q.dtype)                                   # (nh, n, b, band + s)
     p = F.softmax((blocks @ K).add_(bias), dim=-1)                          # (B, nh, n, b, ...)
     return (p.to(v.dtype) @ V.mT).reshape(B, nh, n * b, hs)[:, :, :T]
@@ -296,10 +295,9 @@ def coefficients(alpha):
 @functools.cache
 def kinds_of_pairs(masks, T):
     """Causal pairs of T tokens by the masks that hold them: which do (P, K + 1), and their share of
-    all pairs (P,); the last mask is own_token's."""
+    all pairs (P,)."""
     i = torch.arange(T)
-    held = hold([*candidates(masks), ('offset', 0)], extent(masks)[0], i, i)
-    kinds, counts = held[:, i[:, None] >= i].T.unique(dim=0, return_counts=True)
+    kinds, counts = hold(masks, i, i)[:, i[:, None] >= i].T.unique(dim=0, return_counts=True)
     return kinds.double(), counts / counts.sum()
 
 def expected_pairs(chances, masks, T):
@@ -318,7 +316,7 @@ def penalty(alphas, config):
     for alpha in alphas:
         total = total + c.l1 * alpha.sigmoid().mean(0).sum()
         if c.budget:
-            chances = own_token(c.masks, F.logsigmoid(alpha))[1]
+            chances = own_token(c.masks, F.logsigmoid(alpha))
             excess = F.relu(expected_pairs(chances, c.masks, c.block_size) - c.budget - 1e-6)
             total = total + c.budget_weight * excess / len(alphas)
     return total
@@ -326,7 +324,7 @@ def penalty(alphas, config):
 @torch.no_grad()
 def kept_pairs(alphas, masks, T):
     """Share of the causal pairs of T tokens that open masks hold, mean over layers and heads."""
-    open_masks = [own_token(masks, coefficients(alpha))[1] > 0 for alpha in alphas]
+    open_masks = [own_token(masks, coefficients(alpha)) > 0 for alpha in alphas]
     return statistics.fmean(expected_pairs(m.float(), masks, T).item() for m in open_masks)
 
 # ------------------------------------ 4. model ------------------------------------
