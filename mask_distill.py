@@ -212,6 +212,10 @@ def mixture(c, M):
     """W = sum_k c_k M_k from c (nh, K), M (K, ..., Tq, T) -> (nh, ..., Tq, T).  [MA Sec. 3]"""
     return sum(c[:, k].view(-1, *[1] * m.dim()) * m for k, m in enumerate(M))
 
+def wide(x):
+    """x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
 def log(w):
     """log w, and -inf with gradient 0 where w is 0."""
     return w.clamp_min(torch.finfo(w.dtype).tiny).log().masked_fill(w == 0, -math.inf)
@@ -255,8 +259,7 @@ def attention_weights(q, k, masks, log_c=None, reading='', i=None, j=None):
 
 def no_preference(masks, like):
     """Coefficients of 1, so log c = 0, (1, K)."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return torch.zeros(1, len(candidates(masks)), device=like.device, dtype=wide)
+    return wide(like.new_zeros(1, len(candidates(masks))))
 
 def dense_attention(q, k, v, masks='all', log_c=None, reading='', i=None, j=None):
     """The definition, any masks: O(T^2). q, k, v (B, nh, T, hs) -> (B, nh, T, hs)."""
@@ -289,7 +292,7 @@ CLOSED = 1e-3  # [choice] a mask with less than this share of its head's largest
 
 def coefficients(alpha):
     """log sigmoid(alpha), (nh or 1, K); -inf for masks that are closed.  [MA Sec. 3]"""
-    log_c = F.logsigmoid(alpha.float() if alpha.dtype != torch.float64 else alpha)
+    log_c = F.logsigmoid(wide(alpha))
     return log_c.masked_fill(log_c < log_c.amax(1, keepdim=True) + math.log(CLOSED), -math.inf)
 
 @functools.cache
@@ -497,9 +500,6 @@ def in_chunks(f, V, *tensors):
     rows = max(1, LOGITS // V)
     return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False)
                       for part in zip(*(t.split(rows) for t in tensors))])
-
-def wide(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 def token_losses(x, weight, targets):
     """Cross-entropy, nats, of features x (N, C), targets (N,) under logits x W^T -> (N,)."""
