@@ -246,7 +246,7 @@ def separate(scores, masks, log_c, i, j):
 
 READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
 
-def attention_weights(q, k, masks, log_c=None, reading='', i=None, j=None):
+def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (B, nh, Tq, hs), k (B, nh, T, hs) at positions i, j (default 0, 1, ...) -> (B, nh, Tq, T).
 
     log_c (nh or 1, K), the logarithms of the masks' coefficients, is zeros by default.
@@ -255,13 +255,13 @@ def attention_weights(q, k, masks, log_c=None, reading='', i=None, j=None):
     j = torch.arange(k.size(2), device=q.device) if j is None else j
     log_c = no_preference(masks, q) if log_c is None else log_c
     scores = (q / math.sqrt(q.size(-1))) @ k.mT                             # (B, nh, Tq, T)
-    return READINGS[reading or 'renormalised'](scores, masks, log_c, i, j)
+    return READINGS[reading](scores, masks, log_c, i, j)
 
 def no_preference(masks, like):
     """Coefficients of 1, so log c = 0, (1, K)."""
     return wide(like.new_zeros(1, len(candidates(masks))))
 
-def dense_attention(q, k, v, masks='all', log_c=None, reading='', i=None, j=None):
+def dense_attention(q, k, v, masks='all', log_c=None, reading='renormalised', i=None, j=None):
     """The definition, any masks: O(T^2). q, k, v (B, nh, T, hs) -> (B, nh, T, hs)."""
     return attention_weights(q, k, masks, log_c, reading, i, j).to(v.dtype) @ v
 
@@ -348,7 +348,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.how, self.masks, self.reading = config.n_head, 'sdpa', 'all', ''
+        self.n_head, self.how = config.n_head, 'sdpa'
+        self.masks, self.reading = 'all', 'renormalised'
         self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.register_parameter('alpha', None)
@@ -1133,7 +1134,7 @@ def peak(f, device):
 
 def ways(config):
     """What is measured against what: {name: (masks, execution, reading)}."""
-    return {'eager': ('all', 'dense', ''), 'sdpa': ('all', 'sdpa', ''),
+    return {'eager': ('all', 'dense', 'renormalised'), 'sdpa': ('all', 'sdpa', 'renormalised'),
             'masks': (config.masks, 'blocked' if config.blocked else 'dense', config.reading)}
 
 def operation(config, T, way, device, backward=True):
