@@ -353,17 +353,12 @@ class SelfAttention(nn.Module):
         self.c_attn = Conv1D(config.n_embd, 3 * config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.register_parameter('alpha', None)
-        self.only = None  # bool (nh,): the heads to which the masks apply, None for all
 
     def log_c(self, like):
         return no_preference(self.masks, like) if self.alpha is None else coefficients(self.alpha)
 
     def attend(self, q, k, v, i, j):
         """q, k, v (B, nh, T, hs), positions i of queries and j of keys -> (B, nh, Tq, hs)."""
-        if self.only is not None:
-            full = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            y = dense_attention(q, k, v, self.masks, self.log_c(q), self.reading)
-            return torch.where(self.only[:, None, None], y, full)
         whole = len(i) == len(j)
         if self.how == 'sdpa' and (whole or len(i) == 1):
             return F.scaled_dot_product_attention(q, k, v, is_causal=whole and len(i) > 1)
@@ -1338,15 +1333,19 @@ def sensitivity(task):
     """The KL when only one head attends through the masks, weights as the teacher's -> rows."""
     student, rows = substitute(task.teacher, task.config), []
     x = torch.cat([x for x, _ in task.validation(task.config.batch_size)])[:16]
-    heads = torch.arange(task.config.n_head, device=task.device)
-    for layer, block in enumerate(student.h):
-        row = dict(layer=layer)
-        for other in student.h:
-            other.attn.only = heads < 0
-        for head in heads:
-            block.attn.only = heads == head
+    for block in student.h:
+        block.attn.how = 'sdpa'
+    for layer, attn in enumerate(block.attn for block in student.h):
+        def attend(q, k, v, i, j):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            masked = dense_attention(q, k, v, attn.masks, attn.log_c(q), attn.reading)
+            y[:, head] = masked[:, head]
+            return y
+        row, attn.attend = dict(layer=layer), attend
+        for head in range(attn.n_head):
             row[f'head {head}'] = f'{task.kl(student, x).mean().item():.2g}'
         rows.append(row)
+        del attn.attend
     return rows
 
 def inspect_masks(options, config, given):
