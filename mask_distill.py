@@ -359,10 +359,9 @@ class SelfAttention(nn.Module):
 
     def attend(self, q, k, v, i, j):
         """q, k, v (B, nh, T, hs), positions i of queries and j of keys -> (B, nh, Tq, hs)."""
-        whole = len(i) == len(j)
-        if self.how == 'sdpa' and (whole or len(i) == 1):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=whole and len(i) > 1)
-        if self.how == 'blocked' and whole:
+        if self.how == 'sdpa' and len(i) in (1, len(j)):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=len(i) > 1)
+        if self.how == 'blocked' and len(i) == len(j):
             return blocked_attention(q, k, v, self.masks, self.log_c(q))
         return dense_attention(q, k, v, self.masks, self.log_c(q), self.reading, i, j)
 
@@ -372,17 +371,17 @@ class SelfAttention(nn.Module):
         B, T, C = x.size()
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
                    for t in self.c_attn(x).split(C, dim=2))                 # (B, nh, T, hs)
-        i = j = torch.arange(T, device=x.device)
+        past = cache['past'] if cache else 0
+        i = j = torch.arange(past, past + T, device=x.device)
+        if cache:
+            k, v = torch.cat([cache['k'], k], 2), torch.cat([cache['v'], v], 2)
+            j = torch.cat([cache['at'], i])
         if cache is not None:
-            i = j = i + cache.get('past', 0)
-            if 'k' in cache:
-                k, v = torch.cat([cache['k'], k], 2), torch.cat([cache['v'], v], 2)
-                j = torch.cat([cache['at'], i])
-            past, (reach, s) = cache.get('past', 0) + T, extent(self.masks)
-            stays = (j < s) | (j > past - reach)  # those that a later token can attend to
+            reach, s = extent(self.masks)
+            stays = (j < s) | (j > past + T - reach)  # those that a later token can attend to
             if 'all' in dict(candidates(self.masks)) or self.reading == 'unnormalised':
                 stays = slice(None)  # the latter divides by what the masks leave out, too
-            cache.update(k=k[:, :, stays], v=v[:, :, stays], at=j[stays], past=past)
+            cache.update(k=k[:, :, stays], v=v[:, :, stays], at=j[stays], past=past + T)
         if watch is not None:
             watch.append(attention_weights(q, k, self.masks, self.log_c(q), self.reading))
         return self.c_proj(self.attend(q, k, v, i, j).transpose(1, 2).flatten(2))
