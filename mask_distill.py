@@ -497,13 +497,13 @@ def in_chunks(f, V, *tensors):
                       for part in zip(*(t.split(rows) for t in tensors))])
 
 def token_losses(x, weight, targets):
-    """Cross-entropy, nats, of features x (N, C), targets (N,) under logits x W^T -> (N,)."""
+    """Cross-entropy, nats, of features x (..., C), targets (...) under logits x W^T -> (N,)."""
     def chunk(x, targets):
         return F.cross_entropy(F.linear(x, weight).float(), targets, reduction='none')
-    return in_chunks(chunk, weight.size(0), x, targets)
+    return in_chunks(chunk, weight.size(0), x.flatten(0, -2), targets.flatten())
 
 def token_kl(x, y, weight):
-    """KL(teacher || student), nats, of features y and x (N, C) -> (N,).  [MA Sec. 2.1]
+    """KL(teacher || student), nats, of features y and x (..., C) -> (N,).  [MA Sec. 2.1]
 
     Both have the same output weights (V, C). A mean over tokens is what the report's threshold can
     mean: its "summed over all training examples" would grow with the text.
@@ -512,7 +512,7 @@ def token_kl(x, y, weight):
         with torch.autocast(x.device.type, enabled=False):
             p, q = (F.log_softmax(F.linear(wide(t), wide(weight)), dim=-1) for t in (y, x))
         return (p.exp() * (p - q)).sum(-1)
-    return in_chunks(chunk, weight.size(0), x, y)
+    return in_chunks(chunk, weight.size(0), x.flatten(0, -2), y.flatten(0, -2))
 
 # ------------------------------------ 5. data ------------------------------------
 
@@ -937,12 +937,12 @@ class Pretraining:
             yield windows(self.text.val, self.val_starts[i:i + rows], self.config, self.device)
 
     def loss(self, model, batch):
-        x, weight = model(batch[0], logits=False), self.model.wte.weight
-        return token_losses(x.flatten(0, 1), weight, batch[1].flatten()).mean()
+        x, y = batch
+        return token_losses(model(x, logits=False), self.model.wte.weight, y).mean()
 
     def evaluate(self):
-        losses = [token_losses(self.model.features(x).flatten(0, 1), self.model.wte.weight,
-                               y.flatten()) for x, y in self.validation(self.config.batch_size)]
+        losses = [token_losses(self.model.features(x), self.model.wte.weight, y)
+                  for x, y in self.validation(self.config.batch_size)]
         return dict(val_loss=torch.cat(losses).mean().item())
 
 class Task(Pretraining):
@@ -980,8 +980,7 @@ class Task(Pretraining):
     def kl(self, model, x):
         with torch.no_grad():
             y = self.teacher.features(x)
-        student = model(x, logits=False)
-        return token_kl(student.flatten(0, 1), y.flatten(0, 1), self.teacher.wte.weight)
+        return token_kl(model(x, logits=False), y, self.teacher.wte.weight)
 
     def loss(self, model, batch):
         return self.kl(model, batch[0]).mean() + penalty(self.model.alphas(), self.config)
@@ -1063,7 +1062,7 @@ def attention_gradient(model, x, y):
     with torch.enable_grad():
         for p in params:
             p.requires_grad_(True)
-        loss = token_losses(model.features(x).flatten(0, 1), model.wte.weight, y.flatten()).sum()
+        loss = token_losses(model.features(x), model.wte.weight, y).sum()
         gradients = torch.autograd.grad(loss, params)
     for p, yes in zip(params, trained):
         p.requires_grad_(yes)
