@@ -1057,16 +1057,12 @@ def verdict(key, value):
 
 def attention_gradient(model, x, y):
     """Gradient of the cross-entropy, a sum, for all of the attention's weights, one vector."""
-    params = [p for name, p in model.named_parameters() if '.attn.c_' in name]
-    trained = [p.requires_grad for p in params]
+    params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
+              if '.attn.c_' in name}  # frozen ones, too
     with torch.enable_grad():
-        for p in params:
-            p.requires_grad_(True)
-        loss = token_losses(model.features(x), model.wte.weight, y).sum()
-        gradients = torch.autograd.grad(loss, params)
-    for p, yes in zip(params, trained):
-        p.requires_grad_(yes)
-    return torch.cat([g.flatten() for g in gradients])
+        features = torch.func.functional_call(model, params, x, dict(logits=False))
+        loss = token_losses(features, model.wte.weight, y).sum()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*params.values()])])
 
 @torch.no_grad()
 def fidelity(task, student):
