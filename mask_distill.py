@@ -520,7 +520,7 @@ DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF1
           'I64': torch.int64, 'I32': torch.int32, 'U8': torch.uint8, 'BOOL': torch.bool}
 
 def read_header(path):
-    """A safetensors file -> (first byte of its data, metadata, {name: (dtype, shape, begin)}).
+    """A safetensors file -> (where its data begin, metadata, {name: (dtype, shape, begin, stop)}).
 
     Eight bytes give the length of a json header, which gives for every tensor its dtype, shape and
     place in the data; the data must be filled without gaps. One line on what is wrong, if anything.
@@ -531,39 +531,35 @@ def read_header(path):
             if size < 8 or n > min(size - 8, 100_000_000):
                 raise ValueError(f'a header of {n:,} bytes in a file of {size:,}')
             header = json.loads(f.read(n).decode('utf-8'))
-        metadata, places, end = header.pop('__metadata__', {}), [], 0
-        for name, entry in header.items():
+        metadata, entries, end = dict(header.pop('__metadata__', {})), {}, 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
             dtype, shape, (begin, stop) = (entry[k] for k in ('dtype', 'shape', 'data_offsets'))
             if dtype not in DTYPES:
                 raise ValueError(f'{name} is of dtype {dtype}, not one of {", ".join(DTYPES)}')
             if not all(type(x) is int and 0 <= x < 2 ** 62 for x in (*shape, begin, stop)):
                 raise ValueError(f'{name} has shape {shape} and place {begin}:{stop}')
-            places.append((begin, stop, name, DTYPES[dtype], tuple(shape)))
-        for begin, stop, name, dtype, shape in sorted(places, key=lambda p: p[:3]):
-            if begin != end or stop - begin != math.prod(shape) * dtype.itemsize:
+            width = DTYPES[dtype].itemsize
+            if begin != end or stop - begin != math.prod(shape) * width:
                 raise ValueError(f'{name} {shape} at {begin}:{stop}; the last one ends at {end}')
-            if begin % dtype.itemsize:
-                raise ValueError(f'{name} at {begin} is not aligned to {dtype.itemsize} bytes')
-            end = stop
+            if begin % width:
+                raise ValueError(f'{name} at {begin} is not aligned to {width} bytes')
+            entries[name], end = (DTYPES[dtype], tuple(shape), begin, stop), stop
         if end != size - 8 - n:
             raise ValueError(f'{end:,} bytes of tensors where {size - 8 - n:,} follow the header')
-        return 8 + n, dict(metadata), {p[2]: (p[3], p[4], p[0]) for p in places}
+        return 8 + n, metadata, entries
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        fail(f'{path} is no whole safetensors file ({str(e)[:200]}): '
-             'fetch it again')
+        fail(f'{path} is no whole safetensors file ({str(e)[:200]}): fetch it again')
 
 def read_safetensors(path):
     """A safetensors file -> {name: tensor}. The data are read into a buffer of their own, since
     behind a header of odd length they would not be aligned."""
     start, _, entries = read_header(path)
-    data = bytearray(os.path.getsize(path) - start)
+    data = torch.empty(os.path.getsize(path) - start, dtype=torch.uint8)
     with open(path, 'rb') as f:
         f.seek(start)
-        f.readinto(data)
-    view = lambda dtype, shape, begin: (
-        torch.frombuffer(data, dtype=dtype, offset=begin, count=math.prod(shape)).view(shape)
-        if math.prod(shape) else torch.empty(shape, dtype=dtype))
-    return {name: view(*entry) for name, entry in entries.items()}
+        f.readinto(data.numpy())
+    return {name: data[begin:stop].view(dtype).view(shape)
+            for name, (dtype, shape, begin, stop) in entries.items()}
 
 def write_safetensors(path, tensors, metadata):
     """{name: tensor} and {name: text} -> a file that read_safetensors takes, written in one go."""
