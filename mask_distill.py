@@ -946,9 +946,7 @@ class Task(Pretraining):
     metrics = ['val_kl', 'accuracy', 'cosine']
 
     def __init__(self, config, resumed=False):
-        self.text, self.device = load_text(config), pick_device(config)[0]
-        c = replace(config, tokenizer=self.text.tokenizer,
-                    vocab_size=max(config.vocab_size, self.text.vocab_size))
+        c, self.text, self.device = config, load_text(config), pick_device(config)[0]
         self.teacher, self.about, mark = get_teacher(c, self.text)
         t = self.teacher.requires_grad_(False).to(self.device).eval().config
         if t.vocab_size < self.text.vocab_size or t.block_size < c.block_size:
@@ -961,7 +959,8 @@ class Task(Pretraining):
             fail(f'--teacher {c.teacher}: that is not the one to be had now ({self.about}, '
                  f'{crc:08x}); name its file in --init, or train anew')
         self.config = c = replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
-                                  vocab_size=t.vocab_size, teacher=f'{crc:08x}')
+                                  vocab_size=t.vocab_size, tokenizer=self.text.tokenizer,
+                                  teacher=f'{crc:08x}')
         self.model, self.per_row = substitute(self.teacher, c), c.block_size
         self.stamp = [self.text.stamp, mark]
         self.prepare_windows()
@@ -1023,7 +1022,8 @@ def train_teacher(config, text):
     own = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'data', 'tokenizer', 'seed',
            'batch_size', 'grad_accum_steps', 'weight_decay')
     c = replace(Config(), **{key: getattr(config, key) for key in {*own} | FREE})
-    c = replace(c, max_iters=config.teacher_iters, learning_rate=config.teacher_lr,
+    c = replace(c, tokenizer=text.tokenizer, vocab_size=max(config.vocab_size, text.vocab_size),
+                max_iters=config.teacher_iters, learning_rate=config.teacher_lr,
                 min_lr=config.teacher_lr / 10, warmup_iters=100)
     facts = [{key: getattr(c, key) for key in (*own, 'max_iters', 'learning_rate')}, text.stamp,
              *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
@@ -1297,9 +1297,7 @@ def scaling(options, config, given):
 def teach(options, config, given):
     """Train the teacher, or find it, and write it as a safetensors file."""
     text = load_text(config)
-    c = replace(config, tokenizer=text.tokenizer,
-                vocab_size=max(config.vocab_size, text.vocab_size))
-    model, about, _ = train_teacher(c, text)
+    model, about, _ = train_teacher(config, text)
     print(f'teacher {about}, {count(model):,} parameters')
     if options['save'] and RANK == 0:
         metadata = dict(n_head=str(model.config.n_head), tokenizer=text.tokenizer, about=about)
