@@ -900,7 +900,7 @@ def fit(task, config, folder, state=None, label=''):
 
 class Pretraining:
     """Language modelling as the harness sees it: a teacher in the making."""
-    unit, metrics = 'tokens', ['val_loss']
+    unit = 'tokens'
 
     def __init__(self, config, text):
         self.config, self.text, self.device = config, text, pick_device(config)[0]
@@ -945,7 +945,7 @@ class Task(Pretraining):
     """Distillation: a student, with masks, learns what its teacher says."""
     metrics = ['val_kl', 'accuracy', 'cosine']
 
-    def __init__(self, config, resumed=False):
+    def __init__(self, config):
         c, self.text, self.device = config, load_text(config), pick_device(config)[0]
         self.teacher, self.about, mark = get_teacher(c, self.text)
         t = self.teacher.requires_grad_(False).to(self.device).eval().config
@@ -967,8 +967,8 @@ class Task(Pretraining):
 
     def optimizer(self):
         """AdamW without decay, which would pull towards zero and not towards the teacher."""
-        c, rates = self.config, {'alpha': self.config.alpha_lr}
-        groups = [dict(params=[p], lr=rates.get(name.split('.')[-1], c.learning_rate))
+        c = self.config
+        groups = [dict(params=[p], lr=c.alpha_lr if name.endswith('alpha') else c.learning_rate)
                   for name, p in self.model.named_parameters() if p.requires_grad]
         return torch.optim.AdamW(groups, betas=(c.beta1, c.beta2), weight_decay=0.0)
 
@@ -1048,8 +1048,8 @@ BESIDE = {
 
 def verdict(key, value):
     _, sign, bound = CRITERIA[key]
-    return f'{value:#.3g} ' + ('PASS' if (value >= bound if sign == '>=' else value <= bound)
-                               else 'FAIL')
+    passed = value >= bound if sign == '>=' else value <= bound
+    return f'{value:#.3g} {"PASS" if passed else "FAIL"}'
 
 def attention_gradient(model, x, y):
     """Gradient of the cross-entropy, a sum, for all of the attention's weights, one vector."""
@@ -1226,7 +1226,7 @@ def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
     task = None if resume else Task(config)  # first, so that bad data leave no empty folder
     config, folder, state = open_run(config, given, resume)
-    task = task or Task(config, resumed=bool(state))
+    task = task or Task(config)
     c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
     formula = READINGS[c.reading].__doc__.split(':')[0]
     print(f'student {c.masks}, {formula}, {"blocked" if c.blocked else "dense"}; trains {c.train}: '
@@ -1283,7 +1283,7 @@ def measure(options, config, given):
 def reopen(options, config, given):
     """The newest run, or the one that --resume names."""
     config, folder, state = open_run(config, given, options['resume'])
-    task = Task(config, resumed=True)
+    task = Task(config)
     restore(dict(model=task.model), state)
     print(f'run     {folder}, step {state["progress"][0]}, {config.masks}\nteacher {task.about}')
     return task, folder
