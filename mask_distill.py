@@ -1149,21 +1149,24 @@ def memory(config, T, device):
         with torch.no_grad():
             F.linear(model.features(idx)[:, first:], model.wte.weight)
 
-    def train(after):
+    def train(step=lambda: None):
         F.cross_entropy(model(idx).flatten(0, 1), idx.flatten()).backward()
-        after()
+        step()
         model.zero_grad()
 
-    for what, f, how in (('inference, last logits', infer, -1), ('inference, all logits', infer, 0),
-                         ('training step', train, lambda: None), ('with AdamW', train, adam.step)):
+    def whole(what, f):
+        held = [*model.parameters(), *(t for s in adam.state.values() for t in s.values())]
+        rows[what] = {}
         for way, setting in ways(c).items():
             for block in model.h:
                 block.attn.masks, block.attn.how, block.attn.reading = setting
-            if what == 'with AdamW' and not adam.state:
-                f(how)  # the first step makes the state
-            held = [*model.parameters(), *(t for s in adam.state.values() for t in s.values())]
-            size = peak(lambda: f(how), device) + sum(t.nbytes for t in held)
-            rows.setdefault(what, {})[way] = size
+            rows[what][way] = peak(f, device) + sum(t.nbytes for t in held)
+
+    whole('inference, last logits', lambda: infer(-1))
+    whole('inference, all logits', lambda: infer(0))
+    whole('training step', train)
+    train(adam.step)  # the first step makes the state
+    whole('with AdamW', lambda: train(adam.step))
     saved = lambda r, way: f'{1 - r["masks"] / r[way]:+.0%}'
     passed = lambda r: ' PASS' if r['masks'] <= 0.7 * r['eager'] else ' FAIL'
     print(f'\npeak memory in MiB at {T} tokens, {c.n_layer} layers, {c.n_head} heads, {c.n_embd} '
