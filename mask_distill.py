@@ -988,9 +988,11 @@ class Task(Pretraining):
     def finish(self):
         return fidelity(self, self.model.eval())
 
-def fit_once(task, folder, label):
-    """Train in a folder whose name says all that the result depends on: a finished run is not
-    repeated, an interrupted one goes on."""
+def fit_once(task, name, facts, label):
+    """Train in a folder of this name and a hash of the facts, all that the result depends on: a
+    finished run is not repeated, an interrupted one goes on."""
+    mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+    folder = Path(task.config.out_dir, SCRIPT, name + mark)
     folder.mkdir(parents=True, exist_ok=True)
     found = (folder / 'ckpt.pt').exists()
     state = load_checkpoint(folder / 'ckpt.pt') if found else None
@@ -1027,10 +1029,10 @@ def train_teacher(config, text):
                 min_lr=config.teacher_lr / 10, warmup_iters=100)
     facts = [{key: getattr(c, key) for key in (*own, 'max_iters', 'learning_rate')}, text.stamp,
              *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
-    mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
     task = Pretraining(c, text)
-    result = fit_once(task, Path(config.out_dir, SCRIPT, 'teachers', mark), 'teacher: ')
-    return task.model, f'trained on {text.about} to {result["val_loss"]:.3f} nats per token', mark
+    result = fit_once(task, 'teachers/', facts, 'teacher: ')
+    about = f'trained on {text.about} to {result["val_loss"]:.3f} nats per token'
+    return task.model, about, result['folder'].name
 
 CRITERIA = {  # what each figure of fidelity is, and what the report wants of it  [MA Sec. 2.4]
     'accuracy': ("the student's next-token accuracy / the teacher's", '>=', 0.95),
@@ -1271,13 +1273,12 @@ def measure(options, config, given):
     """The five criteria of the newest run; with --table or --over those of quality for each case,
     trained first."""
     if options['table'] or options['over']:
-        base, rows = Path(config.out_dir, SCRIPT, 'report'), {}
+        rows = {}
         for name, c in cases_of(options, config).items():
             task = Task(c)
             facts = [asdict(task.config), task.stamp, SOURCE]
-            mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-            rows[name] = fit_once(task, base / f'{c.variant}-{mark}', f'{name}: ')
-        table_of_criteria(rows, base / 'report.csv')
+            rows[name] = fit_once(task, f'report/{c.variant}-', facts, f'{name}: ')
+        table_of_criteria(rows, Path(config.out_dir, SCRIPT, 'report', 'report.csv'))
         return rows
     task, folder = reopen(options, config, given)
     found = judge(task, folder, max(2, options['length']))
