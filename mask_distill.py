@@ -570,8 +570,7 @@ def write_safetensors(path, tensors, metadata):
                             data_offsets=[end, end := end + t.nbytes])
     head = json.dumps(header).encode()
     head += b' ' * (-len(head) % 8)
-    data = [t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            for t in tensors.values()]
+    data = [t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()]
     temporary = Path(path).with_suffix('.tmp')
     temporary.write_bytes(b''.join([len(head).to_bytes(8, 'little'), head, *data]))
     os.replace(temporary, path)
@@ -1009,8 +1008,8 @@ def get_teacher(config, text):
     path = Path(config.init or 'data/weights/gpt2/model.safetensors')
     if config.init or text.tokenizer == 'gpt2' and path.exists():
         model, known = load_gpt2(path), read_header(path)[1].get('tokenizer')
-        if text.tokenizer != (known or ('gpt2' if len(model.wte.weight) == 50257 else
-                                        text.tokenizer)):
+        known = known or ('gpt2' if model.config.vocab_size == 50257 else text.tokenizer)
+        if known != text.tokenizer:
             fail(f'--init {path} was made for other tokens than {text.tokenizer}: give a text in '
                  'its own, or another --tokenizer')
         return model, str(path), [path.stat().st_size, path.stat().st_mtime]
@@ -1662,7 +1661,7 @@ ACTIONS.update({
     'scaling': (scaling, {'--lengths': dict(LENGTHS, default='1024', help='tokens [1024]')},
                 'Measure memory and time of a model of any size.'),
     'inspect': (inspect_masks, OVER, 'Train and watch the coefficients.'),
-    'teacher': (teach, {'--save': dict(default='', metavar='FILE', help='safetensors file'),},
+    'teacher': (teach, {'--save': dict(default='', metavar='FILE', help='safetensors file')},
                 'Train a teacher.'),
     'sample': (sample, {**NEWEST, '--prompt': dict(help="text; default: the report's seven"),
                         '--max-new-tokens': number(100, 'tokens'),
