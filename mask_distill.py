@@ -111,15 +111,15 @@ class Config:
         candidates(self.masks)
         if self.n_embd % self.n_head:
             raise ValueError(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
-        if self.execution == 'blocked' and not self.blocked:
+        if self.execution == 'blocked' and self.how == 'dense':
             raise ValueError('--execution blocked wants --reading renormalised and masks other than'
                              f' all, not {self.reading} {self.masks}')
 
     @property
-    def blocked(self):
-        """Can and shall attention run in blocks?"""
-        bounded = 'all' not in dict(candidates(self.masks))
-        return self.execution != 'dense' and self.reading == 'renormalised' and bounded
+    def how(self):
+        """The execution: blocked where that is possible and not ruled out."""
+        possible = self.reading == 'renormalised' and 'all' not in dict(candidates(self.masks))
+        return 'blocked' if possible and self.execution != 'dense' else 'dense'
 
     @property
     def variant(self):
@@ -315,7 +315,7 @@ def penalty(alphas, config):
     L1: the sum of the coefficients, over masks and layers. The budget: what the expected pairs are
     over it, with chances c / max c: nothing is won by making all coefficients small.
     """
-    c, total = config, torch.zeros((), device=alphas[0].device)
+    c, total = config, 0
     for alpha in alphas:
         total = total + c.l1 * alpha.sigmoid().mean(0).sum()
         if c.budget:
@@ -479,8 +479,7 @@ def substitute(teacher, config):
     student = copy.deepcopy(teacher, frozen)
     for block in student.h:
         attn, K = block.attn, len(candidates(config.masks))
-        attn.masks, attn.reading = config.masks, config.reading
-        attn.how = 'blocked' if config.blocked else 'dense'
+        attn.masks, attn.how, attn.reading = config.masks, config.how, config.reading
         nh = attn.n_head if config.per_head else 1
         attn.alpha = nn.Parameter(torch.zeros(nh, K, device=attn.c_attn.weight.device))
     for name, p in student.named_parameters():
@@ -1121,7 +1120,7 @@ def peak(f, device):
 def ways(config):
     """What is measured against what: {name: (masks, execution, reading)}."""
     return {'eager': ('all', 'dense', 'renormalised'), 'sdpa': ('all', 'sdpa', 'renormalised'),
-            'masks': (config.masks, 'blocked' if config.blocked else 'dense', config.reading)}
+            'masks': (config.masks, config.how, config.reading)}
 
 def operation(config, T, way, device, backward=True):
     """Attention alone on one sequence of T tokens -> a function without arguments."""
@@ -1233,8 +1232,8 @@ def start(config, given, resume=None):
     task = task or Task(config)
     c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
     formula = READINGS[c.reading].__doc__.split(':')[0]
-    print(f'student {c.masks}, {formula}, {"blocked" if c.blocked else "dense"}; trains {c.train}: '
-          f'{count(task.model):,} parameters\n'
+    print(f'student {c.masks}, {formula}, {c.how}; trains {c.train}: {count(task.model):,} '
+          'parameters\n'
           f'teacher {task.about}\n'
           f'        {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, '
           f'{sum(p.numel() for p in task.teacher.parameters()):,} parameters\n'
