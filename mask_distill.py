@@ -585,7 +585,7 @@ def load_gpt2(path, n_head=0):
              if not key.endswith(dropped)}  # causal masks, and an output layer that is wte
     try:
         (V, C), (T, _) = state['wte.weight'].shape, state['wpe.weight'].shape
-        n_layer = 1 + max(int(key.split('.')[1]) for key in state if key.startswith('h.'))
+        n_layer = len({key.split('.')[1] for key in state if key.startswith('h.')})
         n_head = n_head or int(metadata.get('n_head', 0)) or C // 64
         if not n_head or C % n_head:
             raise ValueError(f'{C} channels are not whole heads of 64, nor {n_head} heads: its '
@@ -593,7 +593,7 @@ def load_gpt2(path, n_head=0):
         model = GPT2(Config(n_layer=n_layer, n_head=n_head, n_embd=C, block_size=T, vocab_size=V))
         model.load_state_dict({key: t.float() for key, t in state.items()})
         return model
-    except (ValueError, KeyError, IndexError, RuntimeError) as e:
+    except (ValueError, KeyError, TypeError, RuntimeError) as e:
         fail(f'{path} holds no GPT-2 ({str(e)[:200]})')
 
 def get_tokenizer(name, needed=True):
