@@ -1112,7 +1112,8 @@ def peak(f, device):
             f()
     finally:
         os.dup2(kept, 2)
-        os.close(kept), os.close(quiet)
+        os.close(kept)
+        os.close(quiet)
     events = [(e.start_ns(), e.nbytes()) for e in p.profiler.kineto_results.events()
               if e.name() == '[memory]']
     return max(itertools.accumulate(size for _, size in sorted(events, key=lambda e: e[0])))
