@@ -118,7 +118,7 @@ class Config:
     @property
     def how(self):
         """The execution: blocked where that is possible and not ruled out."""
-        possible = self.reading == 'renormalised' and 'all' not in dict(candidates(self.masks))
+        possible = self.reading == 'renormalised' and bounded(self.masks)
         return 'blocked' if possible and self.execution != 'dense' else 'dense'
 
     @property
@@ -158,6 +158,7 @@ TABLES = {  # `compare` or `report --table NAME`: rows of settings
 # Scores S = Q K^T / sqrt(hs); W of a pair of tokens is the sum of the c_k whose masks hold it.
 
 KINDS = {  # term: may token i attend to j <= i, `reach` being where the windows of the sum end?
+    # (a line of your own, say 'stride': lambda i, j, n, reach: (i - j) % n == 0, is all it takes)
     'all': lambda i, j, n, reach: i >= j,
     'window': lambda i, j, n, reach: i - j < n,
     'offset': lambda i, j, n, reach: i - j == n,
@@ -189,6 +190,10 @@ def extent(masks):
     reach = max([n + ends[kind] for kind, n in candidates(masks) if kind in ends], default=1)
     return reach, max([n for kind, n in candidates(masks) if kind in ('first', 'sinks')], default=0)
 
+def bounded(masks):
+    """Are they windows, offsets and first tokens alone, which blocks and a small cache can hold?"""
+    return {kind for kind, _ in candidates(masks)} <= {'window', 'offset', 'first', 'sinks'}
+
 def own_token(masks, log_c):
     """c / max c (nh, K + 1), every token sure to attend to itself, so that no row is empty.
 
@@ -196,8 +201,9 @@ def own_token(masks, log_c):
     A closed mask has log c = -inf; only the ratios of a row's coefficients reach the result.
     """
     relative = log_c - log_c.amax(1, keepdim=True)
-    holds = torch.tensor([kind in ('all', 'window') or (kind, n) == ('offset', 0)
-                          for kind, n in candidates(masks)], device=log_c.device)
+    late = 10 ** 6  # past all that are first tokens
+    holds = torch.tensor([bool(KINDS[kind](late, late, n, 1)) for kind, n in candidates(masks)],
+                         device=log_c.device)
     missing = ~(relative.exp() * holds).any(1, keepdim=True)                # (nh, 1)
     return torch.cat([relative.exp(), missing.to(log_c.dtype)], 1)
 
@@ -266,11 +272,12 @@ def dense_attention(q, k, v, masks='all', log_c=None, reading='renormalised', i=
     return attention_weights(q, k, masks, log_c, reading, i, j).to(v.dtype) @ v
 
 def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
-    """dense_attention, renormalised, of masks without `all`, in O(T reach): q, k, v, result alike.
+    """dense_attention, renormalised, of `bounded` masks, in O(T reach): q, k, v, result alike.
 
     A block of b queries meets the b + reach - 1 keys that its windows can hold, and the first keys
     in columns of their own. The sum over masks is one over columns, so a key may stand in both.
     """
+    assert bounded(masks), f'{masks} has no blocks'
     B, nh, T, hs = q.shape
     c = own_token(masks, no_preference(masks, q) if log_c is None else log_c)
     reach, s = (min(n, T) for n in extent(masks))
@@ -379,8 +386,8 @@ class SelfAttention(nn.Module):
         if cache is not None:
             reach, s = extent(self.masks)
             stays = (j < s) | (j > past + T - reach)  # those that a later token can attend to
-            if 'all' in dict(candidates(self.masks)) or self.reading == 'unnormalised':
-                stays = slice(None)  # the latter divides by what the masks leave out, too
+            if self.reading == 'unnormalised' or not bounded(self.masks):
+                stays = slice(None)  # the former divides by what the masks leave out, too
             cache.update(k=k[:, :, stays], v=v[:, :, stays], at=j[stays], past=past + T)
         if watch is not None:
             watch.append(attention_weights(q, k, self.masks, self.log_c(q), self.reading))
@@ -426,6 +433,8 @@ class GPT2(nn.Module):
     def init_parameter(self, name, p):
         """Each tensor has a generator of its own, so that variants start alike where they are."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
+        if not name.endswith(('weight', 'bias')):
+            return  # a parameter of another kind, added later, keeps the values it was made with
         if p.dim() < 2:
             p.fill_(1.0 if name.endswith('weight') else 0.0)
         else:
@@ -448,7 +457,7 @@ class GPT2(nn.Module):
     def alphas(self):
         return [block.attn.alpha for block in self.h]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """idx (B, T) -> (B, T + max_new_tokens), and the bytes of the cache after each token.
 
@@ -547,7 +556,7 @@ def read_header(path):
             raise ValueError(f'{end:,} bytes of tensors where {size - 8 - n:,} follow the header')
         return 8 + n, metadata, entries
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        fail(f'{path} is no whole safetensors file ({str(e)[:200]}): fetch it again')
+        fail(f'{path} is no whole safetensors file ({str(e)[:200]}): name or fetch another')
 
 def read_safetensors(path):
     """A safetensors file -> {name: tensor}. The data are read into a buffer of their own, since
@@ -561,7 +570,7 @@ def read_safetensors(path):
             for name, (dtype, shape, begin, stop) in entries.items()}
 
 def write_safetensors(path, tensors, metadata):
-    """{name: tensor} and {name: text} -> a file that read_safetensors takes, written in one go."""
+    """{name: tensor}, all of one dtype, and {name: text} -> a file that read_safetensors takes."""
     header, end = {'__metadata__': metadata}, 0
     names = {dtype: name for name, dtype in DTYPES.items()}
     for name, t in tensors.items():
@@ -578,7 +587,8 @@ def load_gpt2(path, n_head=0):
     """A GPT-2 of any size from its safetensors file, all sizes taken from that -> GPT2.
 
     Files of the hub and of transformers both do: the latter put "transformer." before the keys.
-    Heads are no tensor: the file's metadata or n_head says how many, else they are 64 wide.
+    Heads are no tensor: n_head, the file's metadata or a config.json beside it, which transformers
+    writes, says how many; else they are 64 wide.
     """
     metadata, dropped = read_header(path)[1], ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')
     state = {re.sub(r'^transformer\.', '', key): t for key, t in read_safetensors(path).items()
@@ -586,14 +596,16 @@ def load_gpt2(path, n_head=0):
     try:
         (V, C), (T, _) = state['wte.weight'].shape, state['wpe.weight'].shape
         n_layer = len({key.split('.')[1] for key in state if key.startswith('h.')})
-        n_head = n_head or int(metadata.get('n_head', 0)) or C // 64
+        beside = Path(path).with_name('config.json')
+        known = json.loads(beside.read_text('utf-8')) if beside.exists() else {}
+        n_head = n_head or int(metadata.get('n_head', known.get('n_head', 0))) or C // 64
         if not n_head or C % n_head:
             raise ValueError(f'{C} channels are not whole heads of 64, nor {n_head} heads: its '
                              'metadata should say n_head')
         model = GPT2(Config(n_layer=n_layer, n_head=n_head, n_embd=C, block_size=T, vocab_size=V))
         model.load_state_dict({key: t.float() for key, t in state.items()})
         return model
-    except (ValueError, KeyError, TypeError, RuntimeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         fail(f'{path} holds no GPT-2 ({str(e)[:200]})')
 
 def get_tokenizer(name, needed=True):
@@ -978,6 +990,10 @@ class Task(Pretraining):
     def loss(self, model, batch):
         return self.kl(model, batch[0]).mean() + penalty(self.model.alphas(), self.config)
 
+    def infer(self, model, batch):
+        """What `bench` times as inference: the student alone, up to the output layer."""
+        return model(batch[0], logits=False).mean()
+
     def evaluate(self):
         kls = [self.kl(self.model, x) for x, _ in self.validation(self.config.batch_size)]
         return dict(val_kl=max(0.0, torch.cat(kls).mean().item()),
@@ -1020,7 +1036,7 @@ def get_teacher(config, text):
 def train_teacher(config, text):
     """The same: a small GPT-2, trained on the text or, if that was done before, found."""
     own = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'data', 'tokenizer', 'seed',
-           'batch_size', 'grad_accum_steps', 'weight_decay')
+           'weight_decay')  # not the batch: a comparison of batch sizes has one teacher
     c = replace(Config(), **{key: getattr(config, key) for key in {*own} | FREE})
     c = replace(c, tokenizer=text.tokenizer, vocab_size=max(config.vocab_size, text.vocab_size),
                 max_iters=config.teacher_iters, learning_rate=config.teacher_lr,
@@ -1168,12 +1184,12 @@ def memory(config, T, device):
     whole('training step', train)
     train(adam.step)  # the first step makes the state
     whole('with AdamW', lambda: train(adam.step))
-    saved = lambda r, way: f'{1 - r["masks"] / r[way]:+.0%}'
+    against = lambda r, way: f'{r["masks"] / r[way] - 1:+.0%}'
     passed = lambda r: ' PASS' if r['masks'] <= 0.7 * r['eager'] else ' FAIL'
     print(f'\npeak memory in MiB at {T} tokens, {c.n_layer} layers, {c.n_head} heads, {c.n_embd} '
           f'wide, {c.masks} as masks; 30 % saved of eager attention pass')
     table([{'': what, **{way: f'{size / 2 ** 20:,.1f}' for way, size in r.items()},
-            'saved of eager': saved(r, 'eager') + passed(r), 'saved of sdpa': saved(r, 'sdpa')}
+            'against eager': against(r, 'eager') + passed(r), 'against sdpa': against(r, 'sdpa')}
            for what, r in rows.items()])
     return rows
 
@@ -1232,7 +1248,7 @@ def start(config, given, resume=None):
     config, folder, state = open_run(config, given, resume)
     task = task or Task(config)
     c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
-    formula = READINGS[c.reading].__doc__.split(':')[0]
+    formula = (READINGS[c.reading].__doc__ or c.reading).split(':')[0]
     print(f'student {c.masks}, {formula}, {c.how}; trains {c.train}: {count(task.model):,} '
           'parameters\n'
           f'teacher {task.about}\n'
@@ -1275,12 +1291,15 @@ def measure(options, config, given):
         rows = {}
         for name, c in cases_of(options, config).items():
             task = Task(c)
-            facts = [asdict(task.config), task.stamp, SOURCE]
+            facts = [asdict(replace(task.config, max_minutes=0.0, out_dir='')), task.stamp, SOURCE,
+                     torch.__version__, str(pick_device(c))]
             rows[name] = fit_once(task, f'report/{c.variant}-', facts, f'{name}: ')
         table_of_criteria(rows, Path(config.out_dir, SCRIPT, 'report', 'report.csv'))
         return rows
+    if options['length'] < 2:
+        fail(f'--length {options["length"]}: wants at least 2')
     task, folder = reopen(options, config, given)
-    found = judge(task, folder, max(2, options['length']))
+    found = judge(task, folder, options['length'])
     return dict(found, **time_against_length(task.config, options['lengths'], task.device))
 
 def reopen(options, config, given):
@@ -1311,7 +1330,8 @@ def teach(options, config, given):
 def sample(options, config, given):
     """Teacher and student go on from a prompt, or from the report's seven."""
     length, top_k = options['max_new_tokens'], options['top_k']
-    if options['prompt'] == '' or length < 1 or top_k < 0 or not options['temperature'] >= 0:
+    usable = 0 <= options['temperature'] < math.inf and top_k >= 0
+    if options['prompt'] == '' or length < 1 or not usable:
         fail('--prompt must not be empty, --max-new-tokens at least 1, --temperature and --top-k '
              'at least 0')
     task, folder = reopen(options, config, given)
@@ -1651,7 +1671,9 @@ def main(argv=None):
 # --- end of workbench
 
 def lengths(text):
-    return [max(2, int(n)) for n in text.split(',')]
+    if min(numbers := [int(n) for n in text.split(',')]) < 2:
+        raise argparse.ArgumentTypeError('wants numbers from 2 on')
+    return numbers
 
 LENGTHS = dict(type=lengths, default='256,512,1024,2048,4096,8192', metavar='N,N,...',
                help='tokens of sequences to be timed [256,512,...,8192]')

@@ -1039,6 +1039,99 @@ def test_compare():
         with counting:
             assert run(*flags)[0] == 0 and len(taken) == 8 * 6
 
+def test_compare_is_fair():
+    """No seed counts twice; windows do not depend on the batch; gaps are between equal steps; what
+    cannot be compared is refused."""
+    with folder() as path:
+        flags = tiny(path)
+        table = run('compare', '--over', 'batch_size=4,8', '--seeds', '0,1,0', *flags,
+                    '--max-iters', 0)[3]['val_loss']
+        assert {row['seeds'] for row in table.values()} == {2}
+        assert abs(table['8']['difference']) < 1e-6
+        drawn = {}
+        with unittest.mock.patch.object(gpt, 'draw', lambda path, panels: drawn.update(
+                {panel[:2]: panel[2] for panel in panels}) or []):
+            run('compare', '--over', 'max_iters=4,8', '--seeds', 0, *flags, '--eval-interval', 2)
+        steps, gaps = drawn['val_loss', 'step'], drawn['val_loss less that of 4', 'step']
+        assert [x for x, _ in gaps['8']] == [2, 4]  # the first fifth of a run is not shown
+        for x, gap in gaps['8']:
+            assert abs(dict(steps['8'])[x] - dict(steps['4'])[x] - gap) < 1e-9
+        for field in ('tokenizer=bytes,gpt2', 'data=a,b'):
+            refuse(['--over', field], 'compare', '--over', field, *flags)
+
+def test_variants_of_your_own():
+    """A line in the dict of variants, a parameter, a change in forward: they train, keep their
+    values, and inspect shows them. A mask of one's own is what it says."""
+    idx = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(0))
+    def mine(mh, v, gamma):
+        return 2 * mh
+    for script, dim in ((gpt, 2), (vit, 2), (detr, 3), (mask, 2)):
+        name = {gpt: 'CausalSelfAttention', vit: 'Attention', detr: 'MultiheadAttention',
+                mask: 'SelfAttention'}[script]
+        init = getattr(script, name).__init__
+        def more(self, *args, init=init, **kwargs):
+            init(self, *args, **kwargs)
+            self.strength = torch.nn.Parameter(torch.full((dim,), 0.5))
+        with unittest.mock.patch.object(getattr(script, name), '__init__', more):
+            net = {gpt: model, vit: vit_model, mask: mask_teacher,
+                   detr: lambda: detr.DETR(detr_config())}[script]()
+        found = [p for key, p in net.named_parameters() if key.endswith('strength')]
+        assert found and all((p == 0.5).all() for p in found), name
+    with unittest.mock.patch.dict(gpt.ATTENTION, mine=mine), folder() as path:
+        code, out, err, result = run(*tiny(path, '--attention', 'mine', '--max-iters', 1))
+        assert code == 0 and 'mine' in out, err
+        code, out, err, result = run('inspect', *tiny(path, '--attention', 'mine'))
+        assert code == 0 and all(abs(row['update'] - 2 * row['mh']) < 1e-4
+                                 for row in result['rows']), err
+        again = run(*tiny(path, '--attention', 'mine', '--max-iters', 2, '--resume'))[3]
+        assert again['folder'].name.startswith('mine')
+    for script, images, attention in ((gpt, idx, 'CausalSelfAttention'),
+                                      (vit, vit_images(2), 'Attention')):
+        net = (model() if script is gpt else vit_model()).double().eval()
+        before = [row['update'] for row in script.diagnose(net, images)]
+        project = getattr(script, attention).project
+        with unittest.mock.patch.object(getattr(script, attention), 'project',
+                                        lambda self, update: project(self, 3 * update)):
+            after = script.diagnose(net, images)
+        assert abs(after[0]['update'] - 3 * before[0]) < 1e-4
+    kinds = dict(mask.KINDS, stride=lambda i, j, n, reach: (i - j) % n == 0)
+    with unittest.mock.patch.object(mask, 'KINDS', kinds):
+        q, k, v = qkv(1, 2, 12, 4)
+        i = torch.arange(12)
+        there = ((i[:, None] - i) % 5 == 0) & (i[:, None] >= i)
+        scores = (q @ k.mT / 2).masked_fill(~there, -math.inf)
+        close(mask.attention_weights(q, k, 'stride:5'), scores.softmax(-1), 1e-12)
+        assert mask.Config(masks='window:3+stride:5').how == 'dense'
+        try:
+            mask.blocked_attention(q, k, v, 'stride:5')
+            raise RuntimeError('blocked_attention has taken a mask that it does not know')
+        except AssertionError:
+            pass
+        c = mask_config(masks='stride:5', block_size=16)
+        student = mask.substitute(mask_teacher(), c).eval()
+        idx = torch.randint(40, (1, 6), generator=torch.Generator().manual_seed(0))
+        out, _ = student.generate(idx, 8, 0.0)
+        for t in range(6, 14):  # the cache loses nothing that a stride comes back to
+            assert student(out[:, :t])[0, -1].argmax() == out[0, t]
+
+def test_notebook_goes_on_as_it_was():
+    """main() leaves threads, precision, signal handlers and matplotlib's backend alone, and what
+    generate() returns can be trained on."""
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+    with folder() as path:
+        torch.set_num_threads(2)
+        try:
+            assert run(*tiny(path, '--threads', 1))[0] == 0
+            assert torch.get_num_threads() == 2
+        finally:
+            torch.set_num_threads(threads)
+    assert torch.get_float32_matmul_precision() == 'highest'
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert 'matplotlib.pyplot' not in sys.modules
+    net = model(block_size=16)
+    text = net.generate(torch.zeros(1, 1, dtype=torch.int64), 8)
+    net(text[:, :-1], text[:, 1:])[1].backward()
+
 def test_recipe_without_its_data():
     """A preset whose data is not prepared runs on built-in text and says what it wants."""
     before = os.getcwd()
@@ -1074,6 +1167,13 @@ def test_bench():
         with unittest.mock.patch.object(gpt.Task, 'loss', slow_belief):
             rows = run('bench', '--rounds', 3, *tiny(path), '--over', 'attention=softmax,belief')[3]
         assert rows['belief']['train_ratio'] > 2 and rows['belief']['infer_ratio'] > 2
+        seen = set()
+        def note(self, *args):
+            seen.add((self.config.dtype, torch.is_autocast_enabled('cpu')))
+            return loss(self, *args)
+        with unittest.mock.patch.object(gpt.Task, 'loss', note):
+            run('bench', '--rounds', 2, *tiny(path), '--over', 'dtype=float32,bfloat16')
+        assert seen == {('float32', False), ('bfloat16', True)}
         refuse(['--over', 'gamma'], 'bench', '--over', 'gamma=0.5', *tiny(path))
         refuse(['--over', '--table'], 'bench', '--over', 'gamma=3', '--table', 'ax1', *tiny(path))
 
@@ -3627,12 +3727,18 @@ def test_mask_load_gpt2():
         wide = mask.GPT2(mask_config(n_layer=1, n_embd=128, n_head=2))
         mask.write_safetensors(path / 'wide', wide.state_dict(), {})
         assert mask.load_gpt2(path / 'wide').config.n_head == 2  # heads of 64
+        (path / 'config.json').write_text('{"n_head": 4}')  # as transformers saves them
+        assert mask.load_gpt2(path / 'wide').config.n_head == 4
+        (path / 'config.json').unlink()
+        many = {**state, 'h.3000.ln_1.weight': state['ln_f.weight']}
+        (path / 'gpt2').write_bytes(safetensors(many, {'n_head': '3'}))
+        refuse(['GPT-2'], *mask_tiny(path, '--init', path / 'gpt2'), script=mask)
         for drop, add, words in (('h.1.mlp.c_fc.bias', {}, 'c_fc.bias'), ('wte.weight', {}, 'wte'),
                                  ('', {'extra': state['ln_f.bias']}, 'extra')):
             broken = {key: value for key, value in {**state, **add}.items() if key != drop}
             (path / 'gpt2').write_bytes(safetensors(broken, {'n_head': '3'}))
             refuse(['GPT-2', words], *mask_tiny(path, '--init', path / 'gpt2'), script=mask)
-        for metadata in (None, {'n_head': '5'}, {'n_head': 'three'}):
+        for metadata in (None, {'n_head': '5'}, {'n_head': 'three'}, {'n_head': [1]}):
             (path / 'gpt2').write_bytes(safetensors(state, metadata))
             refuse(['gpt2', 'GPT-2'], *mask_tiny(path, '--init', path / 'gpt2'), script=mask)
         (path / 'gpt2').write_bytes(safetensors(state, {'n_head': '3'}))
