@@ -9,11 +9,12 @@ those that rebuild it from few tokens: min ||q - x^T K||^2 + lambda ||x||_1, wit
 The equations printed in the paper do not solve this problem; textbook ADMM does, and it is exact,
 differentiable and linear in the number of tokens with one d x d Cholesky factor per head.
 
-    OA   Ackermann et al., Optimizing Attention
+    OA   Ackermann et al., Optimizing Attention; K is what it calls V
 
     equation       what                                                      function
-    [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights or without          softmax
-    [OA Eq. 1]     min ||q - x^T K||^2 + rho ||x||^2, the l2 baseline        l2, ridge
+    [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights                     softmax
+    [OA Sec. 4.1]  the same of the tokens as they are                        no_weights
+    [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + rho ||x||^2        l2, ridge
     [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                      lasso, admm, objective
     [OA Eq. 3]     the same by an N x N inverse                              admm_vanilla
     [OA Eq. 4]     the inverse in d x d, as it should read                   ridge, lasso
@@ -26,14 +27,14 @@ differentiable and linear in the number of tokens with one d x d Cholesky factor
     python admm_detr.py bench                            # time and memory of solvers and variants
     python admm_detr.py inspect                          # where the decoder looks: OA's Fig. 1
     python admm_detr.py --preset t4                      # detr-r50, attention replaced, fine-tuned
-    python admm_detr.py --preset paper                   # OA's recipe: COCO, 300 epochs
+    python admm_detr.py --preset paper                   # OA's recipe: 300 epochs of COCO train2017
 
 What OA leaves open: [choice] tokens with positions (DETR's keys) are what is solved over, those
-without (its values) are what is mixed, because solving and mixing over the same tokens hands back
+without (its values) are what is mixed, because solving and mixing over the same tokens gives back
 the query (--dict value does); no output projection (--out-proj keeps it); no dropout of what is
 solved for; no weights means that heads are slices of the channels. The model follows
 facebookresearch/detr, with its keys; the tests hold it against outputs of the original. What was
-measured stands in README.md.
+measured, and on what, stands in README.md.
 """
 import argparse, concurrent.futures, contextlib, copy, csv, functools, hashlib, inspect
 import itertools, json, math, os, re, signal, statistics, struct, sys, zipfile, zlib
@@ -62,11 +63,11 @@ class Config:
     out_proj: bool = False         # keep the output projection of attention without weights
     updates: str = 'textbook'      # x in ('textbook', 'printed'): ADMM, or the paper's own formulas
     iterations: int = 15           # 1 <= x <= 10000: of ADMM
-    sparsity: float = 0.03         # 0 < x <= 1: lambda, in units of the one that leaves nothing
+    sparsity: float = 0.03         # 0 < x <= 1: lambda, as a share of the least that makes x zero
     rho: float = 0.1               # 1e-3 <= x <= 1e3: in units of K^T K's mean eigenvalue
     relax: float = 1.6             # 0 < x < 2: over-relaxation; 1 for none
     power: int = 5                 # x in (0, 1, 3, 5): of coefficients, then normalised; 0: as is
-    recompute: bool = False        # forget the solver's iterations until the backward pass
+    recompute: bool = False        # gradient checkpointing: solve again in the backward pass
     # model
     backbone: str = 'small'        # x in ('small', 'resnet50'): small: convolutions with GroupNorm
     stride: int = 8                # x in (4, 8, 16, 32): pixels per token of the small backbone
@@ -76,15 +77,15 @@ class Config:
     dec_layers: int = 2            # x >= 1: decoder layers
     dim_feedforward: int = 128     # x >= 1: hidden channels of the feed-forward networks
     dropout: float = 0.0           # 0 <= x < 1: probability
-    num_queries: int = 12          # x >= 1: detections in an image, several times the most objects
+    num_queries: int = 12          # x >= 1: object queries, several times the most objects
     num_classes: int = 0           # 0 <= x <= 1e6: at least as many as the data has
     classes: str = ''              # names of the classes, a comma between; the data knows them
     class_ids: str = ''            # their ids in the data's annotations
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
     # losses; the matching weighs alike
     bbox_loss_coef: float = 5.0    # 0 <= x < 1e9: weight of the L1 distance in the loss
-    giou_loss_coef: float = 2.0    # 0 <= x < 1e9: of generalised IoU
-    eos_coef: float = 0.1          # 0 < x <= 1: of the class no-object
+    giou_loss_coef: float = 2.0    # 0 <= x < 1e9: weight of generalised IoU in the loss
+    eos_coef: float = 0.1          # 0 < x <= 1: weight of the class no-object in the loss
     # data
     data: str = 'builtin'          # name under data/, a folder like COCO's, or builtin: shapes
     image_size: int = 64           # 16 <= x <= 4096: pixels of the shorter side
@@ -97,7 +98,7 @@ class Config:
     min_lr: float = 5e-5           # 0 <= x <= 100: where the cosine ends, below that peak
     schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'step', 'constant'): after warmup
     warmup_iters: int = 100        # x >= 0: steps of linear warmup
-    warmdown_iters: int = 0        # x >= 0: last steps: of the trapezoid, or at a tenth (step)
+    warmdown_iters: int = 0        # x >= 0: last steps, down to 0 (trapezoid) or at 0.1 (step)
     weight_decay: float = 1e-4     # 0 <= x <= 100: AdamW's, on everything
     beta1: float = 0.9             # 0 <= x < 1: AdamW's first moment
     beta2: float = 0.999           # 0 <= x < 1: AdamW's second moment
@@ -109,7 +110,7 @@ class Config:
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
-    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of products
+    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of matmuls
     compile: bool = False          # torch.compile the model
     threads: int = 1               # 0 <= x <= 1024: CPU threads; 0 for PyTorch's default
     out_dir: str = 'out'           # where runs are written
@@ -142,7 +143,7 @@ PRESETS = {
                   image_size=800, batch_size=8, grad_accum_steps=4, max_iters=1108800,
                   warmdown_iters=369600, eval_interval=3696, dtype='float32'),
 }
-TABLES = {  # `compare --table NAME`: the paper's experiments as rows of settings
+TABLES = {  # `compare --table NAME`: rows of settings, the paper's experiments
     # OA Table 1: AP 40.6 (300 epochs), 38.5, 36.0, 38.5, 37.7
     '1': {'DETR': dict(self_attention='softmax', cross_attention='softmax'),
           'no weights SA': dict(self_attention='no-weights', cross_attention='softmax'),
@@ -156,7 +157,7 @@ TABLES = {  # `compare --table NAME`: the paper's experiments as rows of setting
 }
 
 # ------------------------------------ 3. the paper's method ------------------------------------
-# A query q has coefficients x, one per token, and hands on x^T V. Shapes: q (B, nh, Q, hs), tokens
+# A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With `own`, queries and tokens are the same sequence.
 
 def without_own(x, own=True):
@@ -168,11 +169,11 @@ def scales(q, k, sparsity, rho, own=False):
     """lambda (B, nh, Q, 1) and rho (B, nh, 1, 1) from relative settings.
 
     At sparsity 1, lambda = 2 max |K q|, nothing is left of x; a rho of 1 is the mean eigenvalue of
-    K^T K. So a solution does not change with the lengths of q and k, but by a factor.
+    K^T K. So a solution changes with the lengths of q and k by a factor alone; 1e-8 is for zeros.
     """
     products = without_own((q @ k.mT).abs(), own)
     mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
-    return 2 * sparsity * products.amax(-1, keepdim=True), (rho * mean).clamp_min(1e-2)
+    return 2 * sparsity * products.amax(-1, keepdim=True), (rho * mean).clamp_min(1e-8)
 
 def ridge(k, rho):
     """P = (K^T K + rho I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + rho ||x||^2.
@@ -188,8 +189,7 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, van
 
     -> x (B, nh, Q, N). Tokens that are zero get 0, and so does, with `own`, the query's own token:
     the proximal step of the l1 norm under the constraint x_ii = 0 zeroes that entry, and ADMM still
-    converges. `vanilla` takes the N x N inverse: the same x, but for rounding (of TF32, where
-    matrix products are made in that).  [OA Eq. 3]
+    converges. `vanilla` takes the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho = scales(q, k, sparsity, rho, own)
     unit = penalty / (2 * rho)                                              # (B, nh, Q, 1)
@@ -264,7 +264,7 @@ def softmax(q, k, padding, own, c):
             else scores.masked_fill(padding[:, None, None], -math.inf)).softmax(-1)
 
 def no_weights(q, k, padding, own, c):
-    """softmax(QK^T / sqrt(hs)) of the tokens as they are.  [OA Sec. 2]"""
+    """softmax(QK^T / sqrt(hs)) of the tokens as they are.  [OA Sec. 4.1]"""
     return softmax(q, k, padding, own, c)
 
 def real(k, padding):
@@ -341,7 +341,7 @@ class MultiheadAttention(nn.Module):
                            use_reentrant=False, preserve_rng_state=c.updates == 'printed')
         else:
             y = self.coefficients(q, k, v, padding)[1]
-        return self.out_proj(y.transpose(1, 2).flatten(2))                  # (B, Q, C)
+        return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))      # (B, Q, C)
 
 class EncoderLayer(nn.Module):
 
@@ -1552,7 +1552,7 @@ def inspect_run(options, config, given):
     return dict(rows=rows, folder=folder)
 
 def kept_bytes(f):
-    """What the backward pass of f() waits for with, in bytes -> them and f()'s result."""
+    """Bytes that f() keeps for its backward pass -> those, and f()'s result."""
     kept = {}
     def keep(t):
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()

@@ -2,10 +2,10 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
 # ///
-"""A GPT whose attention hands on a residual: AttentionX and BeliefFormer beside plain softmax.
+"""A GPT whose attention passes on a residual: AttentionX and BeliefFormer beside plain softmax.
 
 Attention tells a token what its neighbours say: MH = softmax(QK^T / sqrt(d)) V, a weighted sum of
-values. The papers argue, from distributed optimisation, that a layer should hand on how far that
+values. The papers argue, from distributed optimisation, that a layer should pass on how far that
 sum disagrees with the token's own value V. AttentionX subtracts one from the other; BeliefFormer
 keeps the part of MH that is orthogonal to V. Both need only MH and V, so fused kernels still serve.
 
@@ -54,7 +54,7 @@ class Config:
     """Every flag of the command line. A comment may open with a condition on the value x."""
     # the papers' method
     attention: str = 'attentionx'  # x in ATTENTION: what reaches the output projection
-    gamma: float = None            # 0 < x < 1e6: AttentionX's; v1: 0.5; --zero-diag: 1; else 3
+    gamma: float = None            # 0 < x < 1e6: AttentionX's; v1: 0.5, with --zero-diag 1, else 3
     zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
     # model
     arch: str = 'gpt2'             # x in ('gpt2', 'rotary'): nanoGPT's, or BeliefFormer's model
@@ -90,7 +90,7 @@ class Config:
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
-    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of products
+    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of matmuls
     compile: bool = False          # torch.compile the model
     threads: int = 1               # 0 <= x <= 1024: CPU threads; 0 for PyTorch's default
     out_dir: str = 'out'           # where runs are written
@@ -208,7 +208,7 @@ def belief_star(mh, v, gamma):
     return delta, orthogonal(mh, v, mh_v, v_v)
 
 def softmax_scaled(mh, v, gamma):
-    """gamma MH, a control: AttentionX's larger branch without its V."""
+    """gamma MH, a control: AttentionX's larger term without its V."""
     return gamma * mh
 
 def value_skip(mh, v, gamma):
@@ -222,7 +222,7 @@ ATTENTION = {
 }
 
 def default_gamma(attention, zero_diag, gamma=None):
-    """Gamma, by default the papers' choice for GPT; ValueError out of range.  [AX2 Sec. 3.2]"""
+    """Gamma, or the papers' choice of it; ValueError out of range.  [AX2 Sec. 3.2]"""
     if gamma is None:
         return 0.5 if attention == 'attentionx-v1' else 1.0 if zero_diag else 3.0
     if attention == 'attentionx' and not gamma >= 1:
@@ -466,7 +466,7 @@ def encode(train, val, about, tokenizer):
     tokens = [np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in (train, val)]
     return SimpleNamespace(
         train=tokens[0], val=tokens[1], tokenizer=tokenizer, vocab_size=encoding.n_vocab,
-        about=f'{about}, {tokenizer} tokens', stamp=zlib.crc32((train + val).encode()),
+        about=f'{about}, {tokenizer} as tokens', stamp=zlib.crc32((train + val).encode()),
         bytes_per_token=len(val.encode()) / max(1, len(tokens[1])))
 
 def load_bins(folder):

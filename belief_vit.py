@@ -2,11 +2,11 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
 # ///
-"""A ViT whose attention hands on a belief: BeliefFormer and AttentionX beside plain softmax.
+"""A ViT whose attention passes on a belief: BeliefFormer and AttentionX beside plain softmax.
 
 Attention tells a patch of an image what the others say: MH = softmax(QK^T / sqrt(d)) V, a weighted
-sum of values. BeliefFormer hands on only the part of MH that is orthogonal to the patch's own V,
-what it did not know already; AttentionX hands on V less MH. Both need only MH and V, so one call
+sum of values. BeliefFormer passes on only the part of MH that is orthogonal to the patch's own V,
+what it did not know already; AttentionX passes on V less MH. Both need only MH and V, so one call
 of the fused kernel serves them all.
 
     BF   BeliefFormer: Belief Attention in Transformer (anonymous, under review)
@@ -23,7 +23,7 @@ of the fused kernel serves them all.
     [BF Eq. 11]     ||Delta|| <= ||MH||, and what becomes of it after W^o    diagnose
     [BF Sec. 5.3]   SET-Adam, learning rate 1e-4, betas 0.9 and 0.999, eps 1e-18    SETAdam
 
-    python belief_vit.py                                # train: 2-3 minutes on a CPU, no network
+    python belief_vit.py                                # train: 2 minutes on a CPU, no network
     python belief_vit.py predict cat.png                # what the newest run sees in an image
     python belief_vit.py compare --over attention=softmax,attentionx,belief --seeds 0,1,2
     python belief_vit.py bench                          # what each variant costs
@@ -37,8 +37,9 @@ efficient-vit-training; the tests hold each against outputs of the original. Dev
 last: position embeddings are trained (there, resizing leaves the optimiser a stale tensor), the
 47,088 parameters that never enter its result do not exist, and its EMA, restarted every epoch, its
 repeated augmentation and its RandAugment of photos are left out. (As there, the class token passes
-by every feed-forward network, so that the last one, 1,194,240 parameters, gets gradients of zero.)
-Where a paper is silent the code says [choice]. What was measured, and on what, stands in README.md.
+by every feed-forward network, so that the last one and its norm, 1,194,240 parameters, get
+gradients of zero.) Where a paper is silent the code says [choice]. What was measured, and on what,
+stands in README.md.
 """
 import argparse, concurrent.futures, contextlib, csv, functools, hashlib, inspect, itertools, json
 import math, os, re, signal, statistics, struct, sys, zipfile, zlib
@@ -70,8 +71,8 @@ class Config:
     """Every flag of the command line. A comment may open with a condition on the value x."""
     # the papers' method
     attention: str = 'belief'      # x in ATTENTION: what reaches the output projection
-    gamma: float = None            # 0 < x < 1e6: AttentionX's; v1: 0.5; --zero-diag: 1; else 3
-    zero_diag: bool = None         # no token attends to itself; default: in vit-small and tiny
+    gamma: float = None            # 0 < x < 1e6: AttentionX's; v1: 0.5, with --zero-diag 1, else 3
+    zero_diag: bool = None         # a token does not attend to itself; None: in vit-small, tiny
     # model; None is the model's own
     model: str = 'tiny'            # x in MODELS: vit-small and tiny with shifted patches
     image_size: int = None         # 1 <= x <= 4096: pixels, of the side of a square
@@ -117,7 +118,7 @@ class Config:
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
-    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of products
+    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of matmuls
     compile: bool = False          # torch.compile the model
     threads: int = 1               # 0 <= x <= 1024: CPU threads; 0 for PyTorch's default
     out_dir: str = 'out'           # where runs are written
@@ -237,7 +238,7 @@ def belief_star(mh, v, gamma):
     return delta, orthogonal(mh, v, mh_v, v_v)
 
 def softmax_scaled(mh, v, gamma):
-    """gamma MH, a control: AttentionX's larger branch without its V."""
+    """gamma MH, a control: AttentionX's larger term without its V."""
     return gamma * mh
 
 def value_skip(mh, v, gamma):
@@ -251,7 +252,7 @@ ATTENTION = {
 }
 
 def default_gamma(attention, zero_diag, gamma=None):
-    """Gamma, by default the papers' choice for GPT; ValueError out of range.  [AX2 Sec. 3.2]"""
+    """Gamma, or the papers' choice of it; ValueError out of range.  [AX2 Sec. 3.2]"""
     if gamma is None:
         return 0.5 if attention == 'attentionx-v1' else 1.0 if zero_diag else 3.0
     if attention == 'attentionx' and not gamma >= 1:

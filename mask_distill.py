@@ -25,18 +25,19 @@ none but the loss. This script does the same with any masks, and measures all fi
 Under the first, c -> t c changes nothing, so an L1 penalty finds no optimum and drives every alpha
 to minus infinity, as the report saw. The budget acts on c / max c, which such a step leaves alone.
 
-    python mask_distill.py                    # about 4 minutes on a CPU, no network
+    python mask_distill.py                                   # train: 3-4 minutes on a CPU
     python mask_distill.py sample --prompt "def main("       # teacher and student, side by side
-    python mask_distill.py report             # the five criteria, time against length
+    python mask_distill.py report                            # the five criteria
     python mask_distill.py report --table masks              # for every row of the table
     python mask_distill.py inspect --table l1                # coefficients in training: L1, budget
     python mask_distill.py scaling --lengths 1024,4096       # memory and time of attention
-    python mask_distill.py teacher --save teacher.safetensors     # train and publish a teacher
+    python mask_distill.py teacher --save teacher.safetensors    # train and publish a teacher
     python prepare_data.py gpt2 && python prepare_data.py wikitext-2
     python mask_distill.py --preset report004                # the report's experiment on GPT-2
 
 The teacher is GPT-2, read from the bytes of its safetensors file, or a small one that is trained on
-the spot. Where the report is silent the code says [choice]. What was measured is in README.md.
+the spot. Where the report is silent the code says [choice]. What was measured, and on what,
+stands in README.md.
 """
 import argparse, contextlib, copy, csv, functools, hashlib, inspect, itertools, json, math, os, re
 import signal, statistics, sys, sysconfig, zipfile, zlib
@@ -76,7 +77,7 @@ class Config:
     vocab_size: int = 0            # x == 0 or 2 <= x <= 65536: tokens; 0 for the data's own
     teacher_iters: int = 600       # x >= 0: steps of its training
     teacher_lr: float = 2e-3       # 0 < x <= 100: its learning rate at the peak
-    teacher: str = ''              # checksum of its weights, which a run finds out and then keeps
+    teacher: str = ''              # checksum of its weights: set by the run, not by hand
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
     tokenizer: str = ''            # x in ('', 'bytes', 'gpt2'): of text files; default: bytes
@@ -101,7 +102,7 @@ class Config:
     # machine
     seed: int = 1337               # 0 <= x < 2**32: of weights and batches
     device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
-    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of products
+    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of matmuls
     compile: bool = False          # torch.compile the model
     threads: int = 1               # 0 <= x <= 1024: CPU threads; 0 for PyTorch's default
     out_dir: str = 'out'           # where runs are written
@@ -138,7 +139,7 @@ PRESETS = {
     'report004': dict(T4, masks='last5', l1=1e-3, block_size=512, samples=1000, batch_size=8,
                       max_iters=12500, learning_rate=1e-4, min_lr=1e-5, eval_interval=250),
 }
-TABLES = {  # `compare` or `report --table NAME`: rows of settings
+TABLES = {  # `compare --table NAME`, or `report`: rows of settings, the report's among them
     'masks': {'last5': dict(masks='last5'),
               'last5, alphas': dict(masks='last5', train='alphas'),
               'last5, mask only': dict(masks='last5', train='alphas', max_iters=0),
@@ -655,7 +656,7 @@ def encode(train, val, about, tokenizer):
     tokens = [np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in (train, val)]
     return SimpleNamespace(
         train=tokens[0], val=tokens[1], tokenizer=tokenizer, vocab_size=encoding.n_vocab,
-        about=f'{about}, {tokenizer} tokens', stamp=zlib.crc32((train + val).encode()),
+        about=f'{about}, {tokenizer} as tokens', stamp=zlib.crc32((train + val).encode()),
         bytes_per_token=len(val.encode()) / max(1, len(tokens[1])))
 
 def load_bins(folder):

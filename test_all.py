@@ -2270,6 +2270,7 @@ def test_detr_relaxation_and_scale():
     for relax, rho in ((1.0, 0.2), (1.8, 0.2), (1.6, 2.0)):
         close(detr.lasso(q, k, rho=rho, relax=relax, iterations=20000), x, 1e-8)
     close(detr.lasso(7 * q, 3 * k), 7 / 3 * detr.lasso(q, k), 1e-12)
+    close(detr.lasso(7e-3 * q, 3e-3 * k), 7 / 3 * detr.lasso(q, k), 1e-9)
     one, _ = detr.scales(q, k, 1.0, 0.2)
     assert not detr.lasso(q, k, sparsity=1.0, iterations=3000).abs().max() > 1e-9
     assert (one / 2 - (q @ k.mT).abs().amax(-1, keepdim=True)).abs().max() < 1e-12
@@ -2330,10 +2331,14 @@ def test_detr_half_precision():
         want = module(*flat)
         big = [400 * t for t in flat]
         got = module(*(t.half() for t in big))
-        assert got.dtype == torch.float32 and got.isfinite().all()
-        close(got / 400, want, 0.05)
+        assert got.dtype == torch.float16 and got.isfinite().all()
+        close(got.float() / 400, want, 0.05)
         with torch.autocast('cpu', torch.bfloat16):
             close(module(*flat), want, 1e-6)
+        for dtype in (torch.float16, torch.bfloat16):  # the whole model, too
+            net = detr.DETR(detr_config(cross_attention=name)).to(dtype)
+            out = net(torch.randn(1, 3, 32, 32, dtype=dtype))
+            assert out['pred_boxes'].dtype == dtype and out['pred_boxes'].isfinite().all()
 
 def test_detr_sharpen():
     generator = torch.Generator().manual_seed(0)
