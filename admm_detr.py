@@ -51,7 +51,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# ------------------------------------ 2. configuration ------------------------------------
+# ------------------------------------ configuration ------------------------------------
 
 @dataclass
 class Config:
@@ -156,7 +156,7 @@ TABLES = {  # `compare --table NAME`: rows of settings, the paper's experiments
           'efficient ADMM SA': dict(self_attention='admm', cross_attention='softmax')},
 }
 
-# ------------------------------------ 3. the paper's method ------------------------------------
+# ------------------------------------ the paper's method ------------------------------------
 # A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With `own`, queries and tokens are the same sequence.
 
@@ -297,7 +297,7 @@ def admm_vanilla(q, k, padding, own, c):
 ATTENTION = {'softmax': softmax, 'no-weights': no_weights, 'l2': l2, 'admm': admm,
              'admm-vanilla': admm_vanilla}
 
-# ------------------------------------ 4. model ------------------------------------
+# ------------------------------------ model ------------------------------------
 
 def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -656,7 +656,7 @@ def post_process(outputs, sizes):
     size = torch.as_tensor(sizes, device=labels.device).flip(-1).repeat(1, 2)[:, None]
     return list(zip(scores, labels, corners(wide(outputs['pred_boxes'])) * size))
 
-# ------------------------------------ 5. data ------------------------------------
+# ------------------------------------ data ------------------------------------
 
 class Shapes:
     """Drawings of one to four shapes, with boxes. They need no files and no network.
@@ -1143,7 +1143,7 @@ def fit(task, config, folder, state=None, label=''):
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
-# ------------------------------------ 7. evaluation and pictures ----------------------------------
+# ------------------------------------ evaluation and pictures ------------------------------------
 
 class Task:
     """Object detection as the harness sees it."""
@@ -1257,7 +1257,8 @@ def without_files(config):
     recipe = next((r for r in PRESETS.values() if r.get('init') == config.init), None)
     if not recipe or config.data != 'builtin' or Path(config.init).exists():
         return config
-    print(f'{config.init} is not there either: so this is a small model from scratch')
+    print(f'{config.init} is not there either (`python prepare_data.py {Path(config.init).stem}`): '
+          'so this is a small model from scratch')
     return replace(config, **{name: flags()[name][1] for name, value in recipe.items()
                               if getattr(config, name) == value and name != 'threads'})
 
@@ -1296,6 +1297,7 @@ def coco_ap(ground_truth, detections):
     ground_truth: images (id), categories (id), annotations (image_id, category_id, bbox, area,
     iscrowd); detections: (image_id, category_id, bbox, score). Boxes are x, y, width, height in
     pixels. The result is pycocotools' own, but that an annotation with id 0 may be found as well.
+    ValueError where a box has no known image, or is not finite.
     """
     images = sorted({x['id'] for x in ground_truth['images']})
     known, truth, found = set(images), defaultdict(list), defaultdict(list)
@@ -1438,7 +1440,7 @@ def bytes_of(images):
     """Normalised images -> uint8, in numpy."""
     return ((images.cpu().numpy() * STD + MEAN).clip(0, 1) * 255).astype(np.uint8)
 
-# ------------------------------------ 8. actions ------------------------------------
+# ------------------------------------ actions ------------------------------------
 
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
@@ -1594,7 +1596,7 @@ def bench_solvers(options, config, given):
     table(rows)
     return dict(solvers=rows, variants=bench(options, config, given))
 
-# ------------------------------------ 9. main ------------------------------------
+# ------------------------------------ main ------------------------------------
 
 # --- workbench (identical in all four scripts; test_all.py checks)
 def points(rows, x, y):

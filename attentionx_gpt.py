@@ -47,7 +47,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# ------------------------------------ 2. configuration ------------------------------------
+# ------------------------------------ configuration ------------------------------------
 
 @dataclass
 class Config:
@@ -138,7 +138,7 @@ TABLES = {  # `compare --table NAME`: rows of settings, the papers' experiments 
            'beliefformer*': dict(attention='belief-star')},
 }
 
-# ------------------------------------ 3. the papers' method ------------------------------------
+# ------------------------------------ the papers' method ------------------------------------
 # Every variant is s MH + t V with scalars s and t per token, or per token and head.
 
 def multi_head(q, k, v, zero_diag=False, dropout=0.0):
@@ -231,7 +231,7 @@ def default_gamma(attention, zero_diag, gamma=None):
         raise ValueError(f'--gamma {gamma:g}: attentionx-v1 takes (0, 1], attentionx [1, inf)')
     return gamma
 
-# ------------------------------------ 4. model ------------------------------------
+# ------------------------------------ model ------------------------------------
 
 def rotate(x, past=0):
     """Rotary position embedding, base 10000, of x (B, T, nh, hs) from position `past` on."""
@@ -417,7 +417,7 @@ class GPT(nn.Module):
             idx = torch.cat([idx, new], dim=1)
         return idx
 
-# ------------------------------------ 5. data ------------------------------------
+# ------------------------------------ data ------------------------------------
 
 def get_tokenizer(name, needed=True):
     """`bytes` (256 tokens, no files) or `gpt2` (from tiktoken's cache or the network; or None)."""
@@ -717,7 +717,7 @@ def fit(task, config, folder, state=None, label=''):
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
-# ------------------------------------ 7. evaluation and pictures ----------------------------------
+# ------------------------------------ evaluation and pictures ------------------------------------
 
 class Task:
     """Language modelling as the harness sees it."""
@@ -823,7 +823,7 @@ def diagnose(model, idx):
         rows.append(dict(layer=len(rows), **means))
     return rows
 
-# ------------------------------------ 8. actions ------------------------------------
+# ------------------------------------ actions ------------------------------------
 
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
@@ -907,7 +907,7 @@ def inspect_layers(options, config, given):
     print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
     return dict(result, rows=rows)
 
-# ------------------------------------ 9. main ------------------------------------
+# ------------------------------------ main ------------------------------------
 
 # --- workbench (identical in all four scripts; test_all.py checks)
 def points(rows, x, y):

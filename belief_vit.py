@@ -54,7 +54,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 
-# ------------------------------------ 2. configuration ------------------------------------
+# ------------------------------------ configuration ------------------------------------
 
 MODELS = {  # what a field of Config has where it is None
     'vit-small': dict(image_size=32, patch_size=4, embed_dim=512, depth=6, num_heads=8,
@@ -173,7 +173,7 @@ TABLES = {  # `compare --table NAME`: rows of settings, the papers' experiments 
           'beliefformer*': dict(attention='belief-star')},
 }
 
-# ------------------------------------ 3. the papers' method ------------------------------------
+# ------------------------------------ the papers' method ------------------------------------
 # Every variant is s MH + t V with scalars s and t per token, or per token and head.
 
 def multi_head(q, k, v, zero_diag=False, scale=None):
@@ -261,7 +261,7 @@ def default_gamma(attention, zero_diag, gamma=None):
         raise ValueError(f'--gamma {gamma:g}: attentionx-v1 takes (0, 1], attentionx [1, inf)')
     return gamma
 
-# ------------------------------------ 4. model ------------------------------------
+# ------------------------------------ model ------------------------------------
 
 class PatchEmbed(nn.Module):
     """Images (B, 3, H, W) -> tokens (B, h w, C), one for each patch."""
@@ -492,7 +492,7 @@ class SETAdam(torch.optim.Optimizer):
                 ratios.append(ratio[v > 0])  # where v is zero neither moves
         return torch.cat(ratios)[::100].sort().values.tolist() if ratios else []
 
-# ------------------------------------ 5. data ------------------------------------
+# ------------------------------------ data ------------------------------------
 
 SHAPES = 'disc,ring,square,frame,triangle,cross,star,moon,bars,dots'
 
@@ -1055,7 +1055,7 @@ def fit(task, config, folder, state=None, label=''):
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
-# ------------------------------------ 7. evaluation and pictures ----------------------------------
+# ------------------------------------ evaluation and pictures ------------------------------------
 
 class Task:
     """Image classification as the harness sees it."""
@@ -1289,7 +1289,7 @@ def attention_maps(model, images):
         maps.append((p / p.amax(1, keepdim=True)).unflatten(1, (h, -1)))    # (B, h, w)
     return torch.stack(maps, dim=1)
 
-# ------------------------------------ 8. actions ------------------------------------
+# ------------------------------------ actions ------------------------------------
 
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
@@ -1392,7 +1392,7 @@ def inspect_layers(options, config, given):
     print(f'files   {folder}: {", ".join(["inspect.csv", "attention.png", *files])}')
     return dict(result, rows=rows)
 
-# ------------------------------------ 9. main ------------------------------------
+# ------------------------------------ main ------------------------------------
 
 # --- workbench (identical in all four scripts; test_all.py checks)
 def points(rows, x, y):

@@ -53,7 +53,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# ------------------------------------ 2. configuration ------------------------------------
+# ------------------------------------ configuration ------------------------------------
 
 @dataclass
 class Config:
@@ -155,7 +155,7 @@ TABLES = {  # `compare --table NAME`, or `report`: rows of settings, the report'
            'budget': dict(masks='first-all', train='alphas', budget=1.0)},
 }
 
-# ------------------------------------ 3. the report's method ------------------------------------
+# ------------------------------------ the report's method ------------------------------------
 # Scores S = Q K^T / sqrt(hs); W of a pair of tokens is the sum of the c_k whose masks hold it.
 
 KINDS = {  # term: may token i attend to j <= i, `reach` being where the windows of the sum end?
@@ -338,7 +338,7 @@ def kept_pairs(alphas, masks, T):
     open_masks = [own_token(masks, coefficients(alpha)) > 0 for alpha in alphas]
     return statistics.fmean(expected_pairs(m.float(), masks, T).item() for m in open_masks)
 
-# ------------------------------------ 4. model ------------------------------------
+# ------------------------------------ model ------------------------------------
 
 class Conv1D(nn.Module):
     """A linear layer whose weight is stored (in, out), as GPT-2's files have it."""
@@ -523,7 +523,7 @@ def token_kl(x, y, weight):
         return (p.exp() * (p - q)).sum(-1)
     return in_chunks(chunk, weight.size(0), x.flatten(0, -2), y.flatten(0, -2))
 
-# ------------------------------------ 5. data ------------------------------------
+# ------------------------------------ data ------------------------------------
 
 DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
           'I64': torch.int64, 'I32': torch.int32, 'U8': torch.uint8, 'BOOL': torch.bool}
@@ -907,7 +907,7 @@ def fit(task, config, folder, state=None, label=''):
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
-# ------------------------------------ 7. evaluation and pictures ----------------------------------
+# ------------------------------------ evaluation and pictures ------------------------------------
 
 class Pretraining:
     """Language modelling as the harness sees it: a teacher in the making."""
@@ -1241,7 +1241,7 @@ def side_by_side(task, prompts, length, temperature=0.8, top_k=0):
                   + f'\n         [cache {sizes[0]:,} bytes at first, {sizes[-1]:,} at the end]')
     return list(zip(prompts, texts[::2], texts[1::2]))
 
-# ------------------------------------ 8. actions ------------------------------------
+# ------------------------------------ actions ------------------------------------
 
 def start(config, given, resume=None):
     """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
@@ -1299,11 +1299,11 @@ def measure(options, config, given):
         return rows
     if options['length'] < 2:
         fail(f'--length {options["length"]}: wants at least 2')
-    task, folder = reopen(options, config, given)
+    task, folder = load_run(options, config, given)
     found = judge(task, folder, options['length'])
     return dict(found, **time_against_length(task.config, options['lengths'], task.device))
 
-def reopen(options, config, given):
+def load_run(options, config, given):
     """The newest run, or the one that --resume names."""
     config, folder, state = open_run(config, given, options['resume'])
     task = Task(config)
@@ -1335,8 +1335,11 @@ def sample(options, config, given):
     if options['prompt'] == '' or length < 1 or not usable:
         fail('--prompt must not be empty, --max-new-tokens at least 1, --temperature and --top-k '
              'at least 0')
-    task, folder = reopen(options, config, given)
-    prompts = [options['prompt']] if options['prompt'] else PROMPTS
+    task, folder = load_run(options, config, given)
+    prompt = options['prompt'] or ''
+    if prompt.startswith('FILE:'):
+        prompt = Path(prompt[5:]).read_text('utf-8', errors='replace')
+    prompts = [prompt] if prompt else PROMPTS
     texts = side_by_side(task, prompts, length, options['temperature'], top_k)
     return dict(samples=texts, folder=folder)
 
@@ -1386,7 +1389,7 @@ def inspect_masks(options, config, given):
         runs[name] = dict(result, rows=rows)
     return runs if many else runs['']
 
-# ------------------------------------ 9. main ------------------------------------
+# ------------------------------------ main ------------------------------------
 
 # --- workbench (identical in all four scripts; test_all.py checks)
 def points(rows, x, y):
@@ -1686,7 +1689,7 @@ ACTIONS.update({
     'inspect': (inspect_masks, OVER, 'Train and watch the coefficients.'),
     'teacher': (teach, {'--save': dict(default='', metavar='FILE', help='safetensors file')},
                 'Train a teacher.'),
-    'sample': (sample, {**NEWEST, '--prompt': dict(help="text; default: the report's seven"),
+    'sample': (sample, {**NEWEST, '--prompt': dict(help="text, or FILE:path [the report's seven]"),
                         '--max-new-tokens': number(100, 'tokens'),
                         '--temperature': number(0.8, '0 takes the likeliest token'),
                         '--top-k': number(0, 'choose among the k likeliest; 0: among all')},

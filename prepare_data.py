@@ -163,7 +163,7 @@ def sync(path):
 
 # ------------------------------------ tokens ------------------------------------
 
-def load_tokenizer(name):
+def get_tokenizer(name):
     """Return the tiktoken.Encoding: GPT-2's 50257 tokens, or the 256 bytes."""
     import tiktoken
     if name == 'bytes':
@@ -173,8 +173,8 @@ def load_tokenizer(name):
     try:
         return tiktoken.get_encoding('gpt2')
     except Exception as e:  # no network, a proxy's page, an unwritable cache: one remedy for all
-        fail(f'tiktoken cannot load its gpt2 files ({type(e).__name__}): go online once, set '
-             'TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer bytes')
+        fail(f'tiktoken cannot get its gpt2 files ({type(e).__name__}): go online once, name a '
+             'folder that has them in TIKTOKEN_CACHE_DIR, or use --tokenizer bytes')
 
 LAST_WORD = re.compile(r'.+(?=[ \n]\S)', re.DOTALL)
 
@@ -217,7 +217,7 @@ def write_bins(stream, out, encoder, end=()):
 
 def text(paths, out, encoder):
     """One utf-8 file; as in nanoGPT, the last tenth of its characters is for validation."""
-    whole = paths[0].read_bytes().decode()
+    whole = paths[0].read_bytes().decode('utf-8-sig')
     cut = int(0.9 * len(whole))
     halves = ('train', whole[:cut]), ('val', whole[cut:])
     stream = ((split, piece) for split, half in halves for piece in pieces(io.StringIO(half)))
@@ -538,7 +538,7 @@ def prepare(args):
         if {path.name for path in folder.iterdir()} - {'download', '.unfinished'}:
             fail(f'{folder} has files that come from elsewhere: move them, or give another --name')
 
-    encoder = None if 'ready' in spec else load_tokenizer(tokenizer)  # it can fail: so it is first
+    encoder = None if 'ready' in spec else get_tokenizer(tokenizer)  # it can fail: so it is first
     with workshop(folder) as tmp:
         for path, (urls, size, digest) in zip(paths, [] if local else files):
             if digest is None:

@@ -4176,7 +4176,7 @@ def fetch(urls, path, size, digest):
 PROSE = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
 
 def test_prepare_bytes_are_utf8():
-    encoder = prepare_data.load_tokenizer('bytes')
+    encoder = prepare_data.get_tokenizer('bytes')
     for text in '', 'a', PROSE, ' ' * 500, '\n\n x\n', ''.join(map(chr, range(0xd800))):
         assert encoder.encode_ordinary(text) == list(text.encode()), text[:40]
         for size in 1, 7, 64:
