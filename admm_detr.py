@@ -1405,7 +1405,7 @@ def diagnose(model, images, mask):
     {layer: the solver's gaps}; x (B, nh, Q, N) of the last one.
 
     nonzero: tokens with a coefficient of at least 1e-3 of the largest; cosine: between x^T V and q,
-    1 where attention hands back the query; gap: f / f* - 1, of the solver's objective to the best.
+    1 where attention gives back the query; gap: f / f* - 1, of the solver's objective to the best.
     """
     seen, rows, gaps, c = [], [], {}, model.config
     def keep(module, args):
@@ -1421,7 +1421,7 @@ def diagnose(model, images, mask):
         nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1)
         cosine = F.cosine_similarity(y, q, dim=-1)
         rows.append(dict(layer=layer, attention=module.kind, nonzero=nonzero.float().mean().item(),
-                         cosine=cosine.mean().item(), gap=math.nan))
+                         cosine=cosine.mean().item(), gap=None))
         over = real(v if c.dict == 'value' else k, padding)
         if module.kind.startswith('admm') and c.updates == 'textbook' and over.any():
             gaps[layer] = solver_gaps(q[:2], over[:2], module.own, c, 2 * c.iterations)
@@ -1638,7 +1638,8 @@ def count(model):
 
 def table(rows):
     """Print rows, dicts of the same keys."""
-    show = lambda v: f'{v:.3f}' if isinstance(v, float) else f'{v:,}' if isinstance(v, int) else v
+    forms = {float: '{:.3f}', int: '{:,}', type(None): ''}
+    show = lambda v: forms.get(type(v), '{}').format(v)
     lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:

@@ -1431,7 +1431,8 @@ def count(model):
 
 def table(rows):
     """Print rows, dicts of the same keys."""
-    show = lambda v: f'{v:.3f}' if isinstance(v, float) else f'{v:,}' if isinstance(v, int) else v
+    forms = {float: '{:.3f}', int: '{:,}', type(None): ''}
+    show = lambda v: forms.get(type(v), '{}').format(v)
     lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
