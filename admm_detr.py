@@ -1145,6 +1145,8 @@ def fit(task, config, folder, state=None, label=''):
 
 # ------------------------------------ evaluation and pictures ------------------------------------
 
+say_once = functools.cache(print)
+
 class Task:
     """Object detection as the harness sees it."""
     unit, per_row, metrics = 'images', 1, ['AP', 'AP50']
@@ -1158,7 +1160,7 @@ class Task:
                     class_ids=','.join(map(str, self.train.ids)))
         if resumed and (c.classes, c.class_ids) != (config.classes, config.class_ids):
             fail(f'--data {config.data} has other classes than the run to go on with: {c.classes}')
-        self.config, self.model, self.coco, self.told = c, DETR(c), None, resumed
+        self.config, self.model, self.coco = c, DETR(c), None
         if c.init and not resumed:
             load_weights(self.model, c.init, self.train)
         self.model.to(self.device)
@@ -1215,10 +1217,8 @@ class Task:
         """On validation images: loss; of paired queries cross-entropy, L1 distance and 1 - GIoU;
         AP. All twelve numbers of COCO's are kept in self.coco."""
         c, plans, found, sums = self.config, self.plans, [], torch.zeros(4, device=self.device)
-        if not self.told:
-            print('note    AP stays near zero for the first several hundred steps, and the loss '
-                  'hides what goes on: watch paired, l1 and giou')
-            self.told = True
+        say_once('note    AP stays near zero for the first several hundred steps, and the loss hides '
+                 'what goes on: watch paired, l1 and giou')
         weights, count = norms([len(plan.labels) for plan in plans], c)
         for i in range(0, len(plans), c.batch_size):
             part = plans[i:i + c.batch_size]

@@ -3236,6 +3236,7 @@ def test_detr_evaluation():
 
 def test_detr_training():
     """The default recipe, small: it learns, writes everything, and says what to expect."""
+    detr.say_once.cache_clear()
     with folder() as path:
         code, out, _, result = run(*detr_tiny(path, '--max-iters', 40, '--eval-interval', 20,
                                               '--lr', '5e-3'), script=detr)
