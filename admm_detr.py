@@ -1217,8 +1217,8 @@ class Task:
         """On validation images: loss; of paired queries cross-entropy, L1 distance and 1 - GIoU;
         AP. All twelve numbers of COCO's are kept in self.coco."""
         c, plans, found, sums = self.config, self.plans, [], torch.zeros(4, device=self.device)
-        say_once('note    AP stays near zero for the first several hundred steps, and the loss hides '
-                 'what goes on: watch paired, l1 and giou')
+        say_once('note    AP stays near zero for the first several hundred steps, and the loss '
+                 'hides what goes on: watch paired, l1 and giou')
         weights, count = norms([len(plan.labels) for plan in plans], c)
         for i in range(0, len(plans), c.batch_size):
             part = plans[i:i + c.batch_size]
