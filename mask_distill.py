@@ -1034,16 +1034,18 @@ def get_teacher(config, text):
               'itself run `python prepare_data.py gpt2`')
     return train_teacher(config, text)
 
-def train_teacher(config, text):
-    """The same: a small GPT-2, trained on the text or, if that was done before, found."""
+def train_teacher(config, text, *more):
+    """The same: a small GPT-2, trained on the text or, if that was done before, found. Its batches
+    are of the default size, so that a comparison of batch sizes has one teacher, if `more` fields
+    of config are not to count for it."""
     own = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'data', 'tokenizer', 'seed',
-           'weight_decay')  # not the batch: a comparison of batch sizes has one teacher
+           'weight_decay', *more)
     c = replace(Config(), **{key: getattr(config, key) for key in {*own} | FREE})
     c = replace(c, tokenizer=text.tokenizer, vocab_size=max(config.vocab_size, text.vocab_size),
                 max_iters=config.teacher_iters, learning_rate=config.teacher_lr,
                 min_lr=config.teacher_lr / 10, warmup_iters=100)
-    facts = [{key: getattr(c, key) for key in (*own, 'max_iters', 'learning_rate')}, text.stamp,
-             *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
+    facts = [{key: value for key, value in asdict(c).items() if key not in FREE - {'max_iters'}},
+             text.stamp, *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
     task = Pretraining(c, text)
     result = fit_once(task, 'teachers/', facts, 'teacher: ')
     about = f'trained on {text.about} to {result["val_loss"]:.3f} nats per token'
@@ -1320,7 +1322,7 @@ def scaling(options, config, given):
 def teach(options, config, given):
     """Train the teacher, or find it, and write it as a safetensors file."""
     text = load_text(config)
-    model, about, _ = train_teacher(config, text)
+    model, about, _ = train_teacher(config, text, 'batch_size', 'grad_accum_steps')
     print(f'teacher {about}, {count(model):,} parameters')
     if options['save'] and RANK == 0:
         metadata = dict(n_head=str(model.config.n_head), tokenizer=text.tokenizer, about=about)

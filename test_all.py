@@ -4049,8 +4049,10 @@ def test_mask_actions():
         assert result['rows'][0]['window:5'] == 0.5 != result['rows'][-1]['window:5']
         code, out, err, sizes = mask_run('scaling', *flags, '--lengths', '32,64')
         assert code == 0 and set(sizes['memory']) == {32, 64}, err
+        flags += ['--batch-size', 16]  # the default, which teachers have unless `teacher` is told
         code, out, err, _ = mask_run('teacher', *flags, '--save', path / 't.safetensors')
         assert code == 0 and 'found' in out, err
+        assert 'found' not in mask_run('teacher', *flags, '--batch-size', 8)[1]
         again = mask_run(*flags, '--init', path / 't.safetensors')[3]
         assert again['val_kl'] == mask_run(*flags)[3]['val_kl']
         code, out, err, rows = mask_run('compare', *flags, '--seeds', 0, '--over',
