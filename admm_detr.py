@@ -169,7 +169,7 @@ def scales(q, k, sparsity, rho, own=False):
     """lambda (B, nh, Q, 1) and rho (B, nh, 1, 1) from relative settings.
 
     At sparsity 1, lambda = 2 max |K q|, nothing is left of x; a rho of 1 is the mean eigenvalue of
-    K^T K. So a solution changes with the lengths of q and k by a factor alone; 1e-8 is for zeros.
+    K^T K. So a solution changes with the lengths of q and k by a factor alone, down to some 1e-4.
     """
     products = without_own((q @ k.mT).abs(), own)
     mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
@@ -322,7 +322,7 @@ class MultiheadAttention(nn.Module):
         return [t.unflatten(2, (self.config.nheads, -1)).transpose(1, 2) for t in qkv]
 
     def coefficients(self, q, k, v, padding=None):
-        """Of the tokens in every head, (B, nh, Q, N), and what they give, (B, nh, Q, hs)."""
+        """Coefficients (B, nh, Q, N) of the tokens, and what they mix to, (B, nh, Q, hs)."""
         with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
             q, k, v = wide(q), wide(k), wide(v)
             over = v if self.solves and self.config.dict == 'value' else k
@@ -487,11 +487,12 @@ class DETR(nn.Module):
         """Each tensor has a generator of its own, so that variants start alike where they are."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer, _, kind = name.rpartition('.')
-        if not kind.endswith(('weight', 'bias')):
-            return  # a parameter of another kind, added later, keeps the values it was made with
+        if kind not in ('weight', 'bias', 'in_proj_weight', 'in_proj_bias'):
+            return  # what you may add keeps the values it was made with
         matrix = p if kind.startswith('in_proj') else self.get_parameter(layer + '.weight')
         if matrix.dim() == 1 or name.endswith('out_proj.bias'):
-            p.fill_(kind == 'weight')                                       # norms
+            if kind.endswith('bias'):
+                p.zero_()  # and the weights of norms are 1 already
         elif layer == 'query_embed':
             p.normal_(generator=generator)
         elif self.config.backbone == 'resnet50' and p.dim() == 4 and layer != 'input_proj':
@@ -983,7 +984,7 @@ def parse(argv, actions):
         fail(e)
 
 def pick_device(config):
-    """Device, dtype of products, and why. CUDA before capability 8 only emulates bfloat16."""
+    """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
@@ -1022,7 +1023,7 @@ def load_checkpoint(path):
         progress = int(it), float(seconds), [*losses], [*log]
         return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
+        fail(f'{path} is no whole checkpoint of this {SCRIPT}.py: {str(e)[:200]}')
 
 def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
@@ -1138,8 +1139,7 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    with torch.no_grad(), autocast():
-        final = task.finish() if done and hasattr(task, 'finish') else {}
+    final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
@@ -1160,7 +1160,7 @@ class Task:
                     class_ids=','.join(map(str, self.train.ids)))
         if resumed and (c.classes, c.class_ids) != (config.classes, config.class_ids):
             fail(f'--data {config.data} has other classes than the run to go on with: {c.classes}')
-        self.config, self.model, self.coco = c, DETR(c), None
+        self.config, self.model, self.coco, self.resumed = c, DETR(c), None, resumed
         if c.init and not resumed:
             load_weights(self.model, c.init, self.train)
         self.model.to(self.device)
@@ -1217,8 +1217,9 @@ class Task:
         """On validation images: loss; of paired queries cross-entropy, L1 distance and 1 - GIoU;
         AP. All twelve numbers of COCO's are kept in self.coco."""
         c, plans, found, sums = self.config, self.plans, [], torch.zeros(4, device=self.device)
-        say_once('note    AP stays near zero for the first several hundred steps, and the loss '
-                 'hides what goes on: watch paired, l1 and giou')
+        if not self.resumed:
+            say_once('note    AP stays near zero for the first several hundred steps, and the loss '
+                     'hides what goes on: watch paired, l1 and giou')
         weights, count = norms([len(plan.labels) for plan in plans], c)
         for i in range(0, len(plans), c.batch_size):
             part = plans[i:i + c.batch_size]
@@ -1237,8 +1238,10 @@ class Task:
     def finish(self):
         """COCO's twelve numbers."""
         if not self.coco:  # a run that was over already
+            device, dtype, _ = pick_device(self.config)
             self.model.eval()
-            self.evaluate()
+            with torch.no_grad(), torch.autocast(device.type, dtype, dtype != torch.float32):
+                self.evaluate()
         return self.coco
 
     def detections(self, outputs, plans):
@@ -1448,7 +1451,7 @@ def start(config, given, resume=None):
     config, folder, state = open_run(config, given, resume)
     task = task or Task(config, resumed=bool(state))
     c, (device, dtype, why) = task.config, pick_device(config)
-    formula = lambda kind: ATTENTION[kind].__doc__.split('  ')[0].rstrip('.')
+    formula = lambda kind: (ATTENTION[kind].__doc__ or kind).split('  ')[0].rstrip('.')
     source = f'{c.data}: {len(task.train):,} images'
     source = 'drawn shapes, new ones every step,' if c.data == 'builtin' else source
     print(f'model   {c.variant}\n'
@@ -1638,8 +1641,8 @@ def count(model):
 
 def table(rows):
     """Print rows, dicts of the same keys."""
-    forms = {float: '{:.3f}', int: '{:,}', type(None): ''}
-    show = lambda v: forms.get(type(v), '{}').format(v)
+    forms = {float: '{:.3f}', int: '{:,}'}
+    show = lambda v: '' if v is None or v != v else forms.get(type(v), '{}').format(v)
     lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
@@ -1689,14 +1692,16 @@ def cases_of(options, config):
     if options['table'] and options['over']:
         fail('--table and --over exclude each other')
     cases = {'': {}} if options['over'] else TABLES[options['table'] or next(iter(TABLES))]
+    taken = {'seed', 'data', 'tokenizer', 'threads', 'out_dir'}
     try:
         for spec in options['over'] or ():
             field, _, values = spec.partition('=')
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
-            if field in ('seed', 'data', 'tokenizer', 'threads', 'out_dir', *[*cases.values()][0]):
+            if field in taken:
                 fail(f'--over {spec}: {field} cannot be compared, or is twice there')
+            taken.add(field)
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
         return {name: replace(config, **case) for name, case in cases.items()}
@@ -1758,8 +1763,9 @@ def tabulate(runs, base, metrics):
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
                               for at in zip(*(points(late(r), x, metric) for r in mine))]
                        for case, mine in runs.items()}
-    first, *_ = (steps := lines('iter')).values()
-    less = {case: [(x, y - dict(first)[x]) for x, y in line if x in dict(first)]
+    steps = lines('iter')
+    first = dict(steps[rows[0]['case']])
+    less = {case: [(x, y - first[x]) for x, y in line if x in first]
             for case, line in steps.items()}
     files = draw(base / 'compare.png', [
         (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),

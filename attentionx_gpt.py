@@ -54,7 +54,7 @@ class Config:
     """Every flag of the command line. A comment may open with a condition on the value x."""
     # the papers' method
     attention: str = 'attentionx'  # x in ATTENTION: what reaches the output projection
-    gamma: float = None            # 0 < x < 1e6: AttentionX's; v1: 0.5, with --zero-diag 1, else 3
+    gamma: float = None            # 0 < x < 1e6: v1: 0.5; others: 1 with --zero-diag, 3 without
     zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
     # model
     arch: str = 'gpt2'             # x in ('gpt2', 'rotary'): nanoGPT's, or BeliefFormer's model
@@ -285,11 +285,12 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, cache=None):
         """x (B, T, C) -> (B, T, C). `cache`, a dict, keeps k and v of all tokens so far."""
         q, k, v = self.qkv(x, past=cache['k'].size(1) if cache else 0)      # (B, T, nh, hs)
-        every = dict(k=k, v=v)
+        keys, values = k, v
+        if cache:
+            keys, values = torch.cat([cache['k'], k], 1), torch.cat([cache['v'], v], 1)
         if cache is not None:
-            every = {n: torch.cat([cache[n], t], dim=1) if cache else t for n, t in every.items()}
-            cache.update(every)
-        heads = (t.transpose(1, 2) for t in (q, every['k'], every['v']))    # (B, nh, T, hs)
+            cache.update(k=keys, v=values)
+        heads = (t.transpose(1, 2) for t in (q, keys, values))              # (B, nh, T, hs)
         dropout = self.config.dropout if self.training else 0.0
         mh = multi_head(*heads, self.config.zero_diag, dropout)             # (B, T, nh, hs)
         return self.project(ATTENTION[self.config.attention](mh, v, self.gamma))
@@ -342,12 +343,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name, p):
         """Each tensor has a generator of its own, so that variants start alike where they are."""
-        c = self.config
-        if not name.endswith(('weight', 'bias')):
-            return  # a parameter of another kind, added later, keeps the values it was made with
+        c, kind = self.config, name.rpartition('.')[2]
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
-        if p.dim() < 2:
-            p.fill_(1.0 if name.endswith('weight') else 0.0)
+        if kind == 'bias':
+            p.zero_()
+        elif kind != 'weight' or p.dim() < 2:
+            return  # gains of norms, and what you may add, keep the values they were made with
         elif c.arch == 'rotary':
             p.uniform_(-p.size(1) ** -0.5, p.size(1) ** -0.5, generator=generator)
         else:
@@ -481,7 +482,7 @@ def load_bins(folder):
             raise ValueError(f'{meta["tokenizer"]!r} tokens, {meta["vocab_size"]} of them')
         return SimpleNamespace(
             train=train, val=val, tokenizer=meta['tokenizer'], vocab_size=int(meta['vocab_size']),
-            about=f'{folder}: {meta.get("source", "")}, {meta["tokenizer"]} tokens',
+            about=f'{folder}: {meta.get("source", "")}, {meta["tokenizer"]} as tokens',
             stamp=[(f.stat().st_size, f.stat().st_mtime) for f in sorted(folder.glob('*.bin'))],
             bytes_per_token=known / len(val) if known else None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -557,7 +558,7 @@ def parse(argv, actions):
         fail(e)
 
 def pick_device(config):
-    """Device, dtype of products, and why. CUDA before capability 8 only emulates bfloat16."""
+    """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
@@ -596,7 +597,7 @@ def load_checkpoint(path):
         progress = int(it), float(seconds), [*losses], [*log]
         return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
+        fail(f'{path} is no whole checkpoint of this {SCRIPT}.py: {str(e)[:200]}')
 
 def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
@@ -712,8 +713,7 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    with torch.no_grad(), autocast():
-        final = task.finish() if done and hasattr(task, 'finish') else {}
+    final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
@@ -807,8 +807,8 @@ def diagnose(model, idx):
     [deviation] from BF App. A, which shows token 0: here the first token has no neighbours.
     """
     rows, c, blocks = [], model.config, model.transformer.h
-    updates = inputs_of([block.attn.c_proj for block in blocks], model, idx)
-    for block, x, update in zip(blocks, inputs_of(blocks, model, idx), updates):  # (B, T, C)
+    seen = inputs_of([m for block in blocks for m in (block, block.attn.c_proj)], model, idx)
+    for block, x, update in zip(blocks, seen[::2], seen[1::2]):             # (B, T, C) each
         q, k, v = block.attn.qkv(block.ln_1(x))                             # (B, T, nh, hs)
         mh = multi_head(*(t.transpose(1, 2) for t in (q, k, v)), zero_diag=c.zero_diag)
         mh_v, v_v = (t.sum(-2) for t in inner(mh, v))                       # (B, T, 1)
@@ -816,7 +816,7 @@ def diagnose(model, idx):
         scores = scores + torch.full_like(scores, -math.inf).triu(1)        # (B, nh, T, T)
         p_own = scores.softmax(-1).diagonal(dim1=2, dim2=3) * (not c.zero_diag)
         mh, w_o = mh.flatten(2), block.attn.c_proj.weight                   # (B, T, C)
-        cosine = lambda t: F.cosine_similarity(F.linear(t, w_o), x, dim=-1)
+        cosine = lambda t: F.cosine_similarity(F.linear(t, w_o).float(), x, dim=-1)
         figures = dict(update=update.norm(dim=-1), mh=mh.norm(dim=-1), alpha=ratio(mh_v, v_v),
                        p_own=p_own, cos_update=cosine(update), cos_mh=cosine(mh))
         means = {name: t.float().mean().item() for name, t in figures.items()}
@@ -869,7 +869,7 @@ def sample(options, config, given):
     config, folder, state = open_run(config, given, options['resume'])
     prompt, n, length = options['prompt'], options['num_samples'], options['max_new_tokens']
     if prompt.startswith('FILE:'):
-        prompt = Path(prompt[5:]).read_text('utf-8', errors='replace')
+        prompt = Path(prompt[5:]).read_bytes().decode('utf-8-sig', errors='replace')
     usable = 0 <= options['temperature'] < math.inf and options['top_k'] >= 0
     if not prompt or min(n, length) < 1 or not usable:
         fail('--prompt must not be empty, --num-samples and --max-new-tokens at least 1, '
@@ -949,8 +949,8 @@ def count(model):
 
 def table(rows):
     """Print rows, dicts of the same keys."""
-    forms = {float: '{:.3f}', int: '{:,}', type(None): ''}
-    show = lambda v: forms.get(type(v), '{}').format(v)
+    forms = {float: '{:.3f}', int: '{:,}'}
+    show = lambda v: '' if v is None or v != v else forms.get(type(v), '{}').format(v)
     lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
@@ -1000,14 +1000,16 @@ def cases_of(options, config):
     if options['table'] and options['over']:
         fail('--table and --over exclude each other')
     cases = {'': {}} if options['over'] else TABLES[options['table'] or next(iter(TABLES))]
+    taken = {'seed', 'data', 'tokenizer', 'threads', 'out_dir'}
     try:
         for spec in options['over'] or ():
             field, _, values = spec.partition('=')
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
-            if field in ('seed', 'data', 'tokenizer', 'threads', 'out_dir', *[*cases.values()][0]):
+            if field in taken:
                 fail(f'--over {spec}: {field} cannot be compared, or is twice there')
+            taken.add(field)
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
         return {name: replace(config, **case) for name, case in cases.items()}
@@ -1069,8 +1071,9 @@ def tabulate(runs, base, metrics):
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
                               for at in zip(*(points(late(r), x, metric) for r in mine))]
                        for case, mine in runs.items()}
-    first, *_ = (steps := lines('iter')).values()
-    less = {case: [(x, y - dict(first)[x]) for x, y in line if x in dict(first)]
+    steps = lines('iter')
+    first = dict(steps[rows[0]['case']])
+    less = {case: [(x, y - first[x]) for x, y in line if x in first]
             for case, line in steps.items()}
     files = draw(base / 'compare.png', [
         (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),

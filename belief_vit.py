@@ -71,7 +71,7 @@ class Config:
     """Every flag of the command line. A comment may open with a condition on the value x."""
     # the papers' method
     attention: str = 'belief'      # x in ATTENTION: what reaches the output projection
-    gamma: float = None            # 0 < x < 1e6: AttentionX's; v1: 0.5, with --zero-diag 1, else 3
+    gamma: float = None            # 0 < x < 1e6: v1: 0.5; others: 1 with --zero-diag, 3 without
     zero_diag: bool = None         # a token does not attend to itself; None: in vit-small, tiny
     # model; None is the model's own
     model: str = 'tiny'            # x in MODELS: vit-small and tiny with shifted patches
@@ -410,19 +410,19 @@ class ViT(nn.Module):
         c, (layer, _, kind) = self.config, name.rpartition('.')
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         if kind not in ('weight', 'bias', 'temperature', 'pos_embed', 'cls_token'):
-            return p  # a parameter of another kind, added later, keeps the values it was made with
+            return p  # what you may add keeps the values it was made with
         if kind == 'temperature':
             return p.fill_(math.log(c.shape.head_size ** -0.5))
-        if 'norm' in layer:
-            return p.fill_(float(kind == 'weight'))
         matrix = self.get_parameter(layer + '.weight') if layer else p
-        fan_in, fan_out = matrix[0].numel(), len(matrix) * matrix[0, 0].numel()
-        fan_out, convolution = fan_out // (3 if 'qkv' in layer else 1), matrix.dim() == 4
+        if matrix.dim() == 1:
+            return p  # so do norms
+        fan_in = matrix[0].numel()
         if c.shifted and not layer:
             p.normal_(generator=generator)
-        elif c.shifted or convolution or (c.model == 'deit-small-local' and kind == 'bias'):
+        elif c.shifted or matrix.dim() == 4 or (c.model == 'deit-small-local' and kind == 'bias'):
             p.uniform_(-fan_in ** -0.5, fan_in ** -0.5, generator=generator)
         elif c.model == 'deit-small-local':
+            fan_out = len(p) * p[0, 0].numel() // (3 if 'qkv' in layer else 1)
             p.normal_(0.0, math.sqrt(2 / (fan_in + fan_out)), generator=generator)
         elif kind == 'bias':
             p.zero_()
@@ -895,7 +895,7 @@ def parse(argv, actions):
         fail(e)
 
 def pick_device(config):
-    """Device, dtype of products, and why. CUDA before capability 8 only emulates bfloat16."""
+    """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
@@ -934,7 +934,7 @@ def load_checkpoint(path):
         progress = int(it), float(seconds), [*losses], [*log]
         return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
+        fail(f'{path} is no whole checkpoint of this {SCRIPT}.py: {str(e)[:200]}')
 
 def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
@@ -1050,8 +1050,7 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    with torch.no_grad(), autocast():
-        final = task.finish() if done and hasattr(task, 'finish') else {}
+    final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
@@ -1187,6 +1186,7 @@ class Task:
     def finish(self):
         """Accuracy on the test set, if there is one, of the last and of the best weights. Nothing
         else looks at it, and this only when training is over."""
+        device, dtype, _ = pick_device(self.config)
         figures, last = {}, {key: p.clone() for key, p in self.model.state_dict().items()}
         best = self.folder / 'best.pt'
         states = {'test_acc': last}
@@ -1194,7 +1194,8 @@ class Task:
             states['best_test_acc'] = load_checkpoint(best)['model']
         for name, state in states.items() if len(self.test[1]) else ():
             self.model.eval().load_state_dict(state)
-            figures[name] = self.judge(*self.test)[1]
+            with torch.autocast(device.type, dtype, dtype != torch.float32):  # caches: one for each
+                figures[name] = self.judge(*self.test)[1]
         self.model.load_state_dict(last)
         return figures
 
@@ -1259,8 +1260,8 @@ def diagnose(model, images, token=0):
     that the paper's figure shows; -1 means all.
     """
     rows, pick, blocks = [], slice(None) if token < 0 else token, model.blocks
-    updates = inputs_of([block.attn.proj for block in blocks], model, images)
-    for block, x, update in zip(blocks, inputs_of(blocks, model, images), updates):
+    seen = inputs_of([m for block in blocks for m in (block, block.attn.proj)], model, images)
+    for block, x, update in zip(blocks, seen[::2], seen[1::2]):             # (B, T, C) each
         _, _, v, mh = block.attn.heads(block.norm1(x))                      # (B, T, nh, hs)
         alpha = ratio(*(t.sum((-2, -1)) for t in inner(mh, v)))             # (B, T)
         mh = mh.flatten(2)                                                  # (B, T, nh hs)
@@ -1434,8 +1435,8 @@ def count(model):
 
 def table(rows):
     """Print rows, dicts of the same keys."""
-    forms = {float: '{:.3f}', int: '{:,}', type(None): ''}
-    show = lambda v: forms.get(type(v), '{}').format(v)
+    forms = {float: '{:.3f}', int: '{:,}'}
+    show = lambda v: '' if v is None or v != v else forms.get(type(v), '{}').format(v)
     lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
@@ -1485,14 +1486,16 @@ def cases_of(options, config):
     if options['table'] and options['over']:
         fail('--table and --over exclude each other')
     cases = {'': {}} if options['over'] else TABLES[options['table'] or next(iter(TABLES))]
+    taken = {'seed', 'data', 'tokenizer', 'threads', 'out_dir'}
     try:
         for spec in options['over'] or ():
             field, _, values = spec.partition('=')
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
-            if field in ('seed', 'data', 'tokenizer', 'threads', 'out_dir', *[*cases.values()][0]):
+            if field in taken:
                 fail(f'--over {spec}: {field} cannot be compared, or is twice there')
+            taken.add(field)
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
         return {name: replace(config, **case) for name, case in cases.items()}
@@ -1554,8 +1557,9 @@ def tabulate(runs, base, metrics):
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
                               for at in zip(*(points(late(r), x, metric) for r in mine))]
                        for case, mine in runs.items()}
-    first, *_ = (steps := lines('iter')).values()
-    less = {case: [(x, y - dict(first)[x]) for x, y in line if x in dict(first)]
+    steps = lines('iter')
+    first = dict(steps[rows[0]['case']])
+    less = {case: [(x, y - first[x]) for x, y in line if x in first]
             for case, line in steps.items()}
     files = draw(base / 'compare.png', [
         (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),

@@ -159,7 +159,7 @@ TABLES = {  # `compare --table NAME`, or `report`: rows of settings, the report'
 # Scores S = Q K^T / sqrt(hs); W of a pair of tokens is the sum of the c_k whose masks hold it.
 
 KINDS = {  # term: may token i attend to j <= i, `reach` being where the windows of the sum end?
-    # (a line of your own, say 'stride': lambda i, j, n, reach: (i - j) % n == 0, is all it takes)
+    # a line of your own is all that `--masks stride:N` takes, say (i - j) % n == 0
     'all': lambda i, j, n, reach: i >= j,
     'window': lambda i, j, n, reach: i - j < n,
     'offset': lambda i, j, n, reach: i - j == n,
@@ -180,8 +180,8 @@ def candidates(masks):
         kind, _, n = term.partition(':')
         if kind not in KINDS or not re.fullmatch('' if kind == 'all' else r'\d{1,6}', n) or (
                 kind in ('window', 'first', 'sinks') and int(n) < 1):
-            raise ValueError(f'--masks {masks}: {term!r} is none of all, window:N, offset:N, '
-                             f'first:N, sinks:N, {", ".join(NAMED)}')
+            known = [f'{name}:N' if name != 'all' else name for name in KINDS]
+            raise ValueError(f'--masks {masks}: {term!r} is none of {", ".join([*known, *NAMED])}')
         terms.append((kind, int(n or 0)))
     return terms
 
@@ -286,9 +286,10 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     n, band = -(-T // b), b + reach - 1                                     # blocks; keys of each
     blocks = F.pad(q / math.sqrt(hs), (0, 0, 0, n * b - T)).view(B, nh, n, b, hs)
     K, V = (torch.cat([F.pad(t, (0, 0, reach - 1, n * b - T)).unfold(2, band, b),
-                       t[:, :, None, :s].mT.expand(-1, -1, n, -1, -1)], -1) for t in (k, v))
+                       t[:, :, None, :s].mT.expand(-1, -1, n, -1, -1)], -1)
+            for t in (k, v))                                                # (B, nh, n, hs, ...)
     i = torch.arange(n * b, device=q.device).view(n, b)
-    column = torch.arange(band + s, device=q.device)                        # K (B, nh, n, hs, ...)
+    column = torch.arange(band + s, device=q.device)                        # of K and V
     j = torch.where(column < band, column - reach + 1 + i[:, :1], column - band)
     near = torch.tensor([kind in ('window', 'offset') for kind, _ in candidates(masks)] + [True])
     M = hold(masks, i, j) & (near.to(q.device)[:, None, None, None] == (column < band))
@@ -434,11 +435,10 @@ class GPT2(nn.Module):
     def init_parameter(self, name, p):
         """Each tensor has a generator of its own, so that variants start alike where they are."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        if not name.endswith(('weight', 'bias')):
-            return  # a parameter of another kind, added later, keeps the values it was made with
-        if p.dim() < 2:
-            p.fill_(1.0 if name.endswith('weight') else 0.0)
-        else:
+        kind = name.rpartition('.')[2]
+        if kind == 'bias':
+            p.zero_()
+        elif kind == 'weight' and p.dim() == 2:  # others keep the values they were made with
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
 
@@ -671,7 +671,7 @@ def load_bins(folder):
             raise ValueError(f'{meta["tokenizer"]!r} tokens, {meta["vocab_size"]} of them')
         return SimpleNamespace(
             train=train, val=val, tokenizer=meta['tokenizer'], vocab_size=int(meta['vocab_size']),
-            about=f'{folder}: {meta.get("source", "")}, {meta["tokenizer"]} tokens',
+            about=f'{folder}: {meta.get("source", "")}, {meta["tokenizer"]} as tokens',
             stamp=[(f.stat().st_size, f.stat().st_mtime) for f in sorted(folder.glob('*.bin'))],
             bytes_per_token=known / len(val) if known else None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -747,7 +747,7 @@ def parse(argv, actions):
         fail(e)
 
 def pick_device(config):
-    """Device, dtype of products, and why. CUDA before capability 8 only emulates bfloat16."""
+    """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
@@ -786,7 +786,7 @@ def load_checkpoint(path):
         progress = int(it), float(seconds), [*losses], [*log]
         return dict(state, config=Config(**state['config']), progress=progress, path=path)
     except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of {SCRIPT}.py: {str(e)[:200]}')
+        fail(f'{path} is no whole checkpoint of this {SCRIPT}.py: {str(e)[:200]}')
 
 def restore(parts, state):
     """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
@@ -902,8 +902,7 @@ def fit(task, config, folder, state=None, label=''):
         print(f'stopped after step {it} and saved; go on with {way}')
     if caught:
         raise SystemExit(128 + caught[0])
-    with torch.no_grad(), autocast():
-        final = task.finish() if done and hasattr(task, 'finish') else {}
+    final = task.finish() if done and hasattr(task, 'finish') else {}
     return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
 # --- end of harness
 
@@ -1034,17 +1033,19 @@ def get_teacher(config, text):
               'itself run `python prepare_data.py gpt2`')
     return train_teacher(config, text)
 
-def train_teacher(config, text, *more):
-    """The same: a small GPT-2, trained on the text or, if that was done before, found. Its batches
-    are of the default size, so that a comparison of batch sizes has one teacher, if `more` fields
-    of config are not to count for it."""
+def train_teacher(config, text, rows=16):
+    """-> what get_teacher gives, of a small GPT-2: trained on the text, or found if it was before.
+    A step is on `rows` windows, whatever --batch-size: a comparison of those has one teacher."""
     own = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size', 'data', 'tokenizer', 'seed',
-           'weight_decay', *more)
+           'weight_decay')
+    rows = math.lcm(rows, WORLD)
+    at_once = math.gcd(rows, config.batch_size)
     c = replace(Config(), **{key: getattr(config, key) for key in {*own} | FREE})
     c = replace(c, tokenizer=text.tokenizer, vocab_size=max(config.vocab_size, text.vocab_size),
                 max_iters=config.teacher_iters, learning_rate=config.teacher_lr,
-                min_lr=config.teacher_lr / 10, warmup_iters=100)
-    facts = [{key: value for key, value in asdict(c).items() if key not in FREE - {'max_iters'}},
+                min_lr=config.teacher_lr / 10, warmup_iters=100,
+                batch_size=at_once, grad_accum_steps=rows // at_once)
+    facts = [{key: getattr(c, key) for key in (*own, 'max_iters', 'learning_rate')}, rows,
              text.stamp, *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
     task = Pretraining(c, text)
     result = fit_once(task, 'teachers/', facts, 'teacher: ')
@@ -1088,10 +1089,11 @@ def fidelity(task, student):
         for model, watch in zip(models, maps):
             logits = F.linear(model.features(x, watch=watch), model.wte.weight)
             log_p.append(F.log_softmax(logits.float(), dim=-1))             # (B, T, V)
-        (p, q), right = log_p, [(lp.argmax(-1) == y).sum() for lp in log_p]
+        p, q = log_p
+        theirs, its = p.argmax(-1), q.argmax(-1)                            # (B, T)
         gaps = [(a - b).float() for a, b in zip(*maps)]                     # of (B, nh, T, T)
-        figures = dict(tokens=y.numel(), kl=(p.exp() * (p - q)).sum(), teacher=right[0],
-                       student=right[1], same=(p.argmax(-1) == q.argmax(-1)).sum(),
+        figures = dict(tokens=y.numel(), kl=(p.exp() * (p - q)).sum(), same=(theirs == its).sum(),
+                       teacher=(theirs == y).sum(), student=(its == y).sum(),
                        log_ppl=(p - q).gather(-1, y[..., None]).sum(),
                        squares=sum(g.square().sum() for g in gaps) / len(gaps),
                        tv=torch.stack([g.abs().sum() / 2 for g in gaps]))
@@ -1215,7 +1217,7 @@ def time_against_length(config, lengths, device):
                  for way, xy in known.items() if len(xy) > 1}
     print('\nms, best of 3, of attention forward + backward; it grows as length to the power of '
           + ', '.join(f'{x:.2f} ({way})' for way, x in exponents.items()))
-    table([{k: v if k == 'tokens' else f'{v:.1f}' for k, v in r.items()} for r in rows])
+    table([{k: v if k == 'tokens' or v != v else f'{v:.1f}' for k, v in r.items()} for r in rows])
     return dict(times=rows, exponents=exponents)
 
 PROMPTS = [  # the report's
@@ -1322,7 +1324,8 @@ def scaling(options, config, given):
 def teach(options, config, given):
     """Train the teacher, or find it, and write it as a safetensors file."""
     text = load_text(config)
-    model, about, _ = train_teacher(config, text, 'batch_size', 'grad_accum_steps')
+    rows = config.batch_size * config.grad_accum_steps
+    model, about, _ = train_teacher(config, text, rows)
     print(f'teacher {about}, {count(model):,} parameters')
     if options['save'] and RANK == 0:
         metadata = dict(n_head=str(model.config.n_head), tokenizer=text.tokenizer, about=about)
@@ -1333,15 +1336,14 @@ def teach(options, config, given):
 def sample(options, config, given):
     """Teacher and student go on from a prompt, or from the report's seven."""
     length, top_k = options['max_new_tokens'], options['top_k']
+    prompts = [options['prompt']] if options['prompt'] is not None else PROMPTS
+    if prompts[0].startswith('FILE:'):
+        prompts = [Path(prompts[0][5:]).read_bytes().decode('utf-8-sig', errors='replace')]
     usable = 0 <= options['temperature'] < math.inf and top_k >= 0
-    if options['prompt'] == '' or length < 1 or not usable:
+    if not prompts[0] or length < 1 or not usable:
         fail('--prompt must not be empty, --max-new-tokens at least 1, --temperature and --top-k '
-             'at least 0')
+             'at least 0, and finite')
     task, folder = load_run(options, config, given)
-    prompt = options['prompt'] or ''
-    if prompt.startswith('FILE:'):
-        prompt = Path(prompt[5:]).read_text('utf-8', errors='replace')
-    prompts = [prompt] if prompt else PROMPTS
     texts = side_by_side(task, prompts, length, options['temperature'], top_k)
     return dict(samples=texts, folder=folder)
 
@@ -1433,8 +1435,8 @@ def count(model):
 
 def table(rows):
     """Print rows, dicts of the same keys."""
-    forms = {float: '{:.3f}', int: '{:,}', type(None): ''}
-    show = lambda v: forms.get(type(v), '{}').format(v)
+    forms = {float: '{:.3f}', int: '{:,}'}
+    show = lambda v: '' if v is None or v != v else forms.get(type(v), '{}').format(v)
     lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
     for first, *line in lines:
@@ -1484,14 +1486,16 @@ def cases_of(options, config):
     if options['table'] and options['over']:
         fail('--table and --over exclude each other')
     cases = {'': {}} if options['over'] else TABLES[options['table'] or next(iter(TABLES))]
+    taken = {'seed', 'data', 'tokenizer', 'threads', 'out_dir'}
     try:
         for spec in options['over'] or ():
             field, _, values = spec.partition('=')
             field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
             kind = flags()[field][0]
             kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
-            if field in ('seed', 'data', 'tokenizer', 'threads', 'out_dir', *[*cases.values()][0]):
+            if field in taken:
                 fail(f'--over {spec}: {field} cannot be compared, or is twice there')
+            taken.add(field)
             cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
                      for name, case in cases.items() for text in values.split(',')}
         return {name: replace(config, **case) for name, case in cases.items()}
@@ -1553,8 +1557,9 @@ def tabulate(runs, base, metrics):
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
                               for at in zip(*(points(late(r), x, metric) for r in mine))]
                        for case, mine in runs.items()}
-    first, *_ = (steps := lines('iter')).values()
-    less = {case: [(x, y - dict(first)[x]) for x, y in line if x in dict(first)]
+    steps = lines('iter')
+    first = dict(steps[rows[0]['case']])
+    less = {case: [(x, y - first[x]) for x, y in line if x in first]
             for case, line in steps.items()}
     files = draw(base / 'compare.png', [
         (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),

@@ -535,7 +535,7 @@ def prepare(args):
         print(f'{folder} is prepared already ({tokenizer}, {source})')
         return old
     if not weights and folder.is_dir() and not (folder / 'meta.json').exists():
-        if {path.name for path in folder.iterdir()} - {'download', '.unfinished'}:
+        if {path.name for path in folder.iterdir() if path.name[0] != '.'} - {'download'}:
             fail(f'{folder} has files that come from elsewhere: move them, or give another --name')
 
     encoder = None if 'ready' in spec else get_tokenizer(tokenizer)  # it can fail: so it is first

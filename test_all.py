@@ -1086,14 +1086,17 @@ def test_variants_of_your_own():
         def more(self, *args, init=init, **kwargs):
             init(self, *args, **kwargs)
             self.strength = torch.nn.Parameter(torch.full((dim,), 0.5))
+            self.rise = torch.nn.PReLU(init=0.5)
+            self.gate_weight = torch.nn.Parameter(torch.full((dim,), 0.5))
         with unittest.mock.patch.object(getattr(script, name), '__init__', more):
             net = {gpt: model, vit: vit_model, mask: mask_teacher,
                    detr: lambda: detr.DETR(detr_config())}[script]()
-        found = [p for key, p in net.named_parameters() if key.endswith('strength')]
-        assert found and all((p == 0.5).all() for p in found), name
+        found = [p for key, p in net.named_parameters()
+                 if key.endswith(('strength', 'rise.weight', 'gate_weight'))]
+        assert len(found) > 2 and all((p == 0.5).all() for p in found), name
     with unittest.mock.patch.dict(gpt.ATTENTION, mine=mine), folder() as path:
         code, out, err, result = run(*tiny(path, '--attention', 'mine', '--max-iters', 1))
-        assert code == 0 and 'mine' in out, err
+        assert code == 0 and 'model   mine: mine\n' in out, err
         code, out, err, result = run('inspect', *tiny(path, '--attention', 'mine'))
         assert code == 0 and all(abs(row['update'] - 2 * row['mh']) < 1e-4
                                  for row in result['rows']), err
@@ -1799,6 +1802,18 @@ def test_vit_best_and_last():
         assert best['val_acc'] == 0.9 and not same(best['model'], weights(result['folder']))
         flags = vit_tiny(path, '--resume', result['folder'] / 'best.pt')
         vit_refuse(['best.pt', 'predict'], *flags)
+        accuracy, tested = iter([0.2, 0.9, 0.5]), []
+        def noted(self, images, labels):  # autocast keeps copies of weights: not of the last ones
+            loss, right = judge(self, images, labels)
+            tested.extend([loss] * (len(labels) == 30))
+            return loss, right if len(labels) == 30 else next(accuracy)
+        with unittest.mock.patch.object(vit.Task, 'judge', noted):
+            result = vit_run(*vit_tiny(path, '--dtype', 'bfloat16', '--lr', 0.01))[3]
+        state = vit.load_checkpoint(result['folder'] / 'best.pt')
+        task = vit.Task(state['config'])
+        task.model.load_state_dict(state['model'])
+        with torch.autocast('cpu', torch.bfloat16):
+            assert task.judge(*task.test)[0] == tested[1] != tested[0]
 
 def test_vit_resume_bit_for_bit():
     """Stopped and resumed: same weights, same log, same best, with SET-Adam too."""
@@ -4061,6 +4076,18 @@ def test_mask_actions():
         code, out, err, rows = mask_run('bench', *flags, '--rounds', 2, '--over',
                                         'execution=dense,blocked')
         assert code == 0 and set(rows) == {'dense', 'blocked'}, err
+        kl, trained = mask.Task.kl, []
+        def noted(self, *args):
+            trained.append(torch.is_grad_enabled())
+            return kl(self, *args)
+        with unittest.mock.patch.object(mask.Task, 'kl', noted):
+            mask_run('bench', *flags, '--rounds', 2, '--over', 'execution=dense,blocked')
+        assert trained and all(trained)  # inference is the student's alone
+        half = mask_run(*flags, '--dtype', 'bfloat16')[3]  # and is judged in float32
+        state = mask.load_checkpoint(half['folder'] / 'ckpt.pt')
+        task = mask.Task(state['config'])
+        task.model.load_state_dict(state['model'])
+        assert mask.fidelity(task, task.model.eval())['kl'] == half['kl']
 
 def test_mask_bad_flags():
     with folder() as path:
