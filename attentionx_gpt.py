@@ -588,7 +588,9 @@ def save_checkpoint(path, state):
 def load_checkpoint(path):
     """A checkpoint of this script, or one line on why it is none. Runs no code from the file."""
     try:
-        if damaged := zipfile.ZipFile(path).testzip():  # every tensor in it has a CRC-32
+        archive = zipfile.ZipFile(path)  # every tensor in it has a CRC-32; a folder has no bytes
+        folders = [x.filename for x in archive.infolist() if x.external_attr & 16]
+        if damaged := folders or archive.testzip():
             raise ValueError(f'{damaged} does not match its checksum')
         state = torch.load(path, map_location='cpu', weights_only=True)
         if state['script'] != SCRIPT:

@@ -782,6 +782,8 @@ def test_checkpoint_refusals():
             for case in (b'', b'<html>', b'PK\3\4' + bytes(60), data[:len(data) // 2], data[:-1],
                          data[1:], pickle.dumps(Evil()), pickle.dumps(original['progress'])):
                 refused(case)
+            entry = data.index(b'PK\1\2')  # a bit that makes PyTorch take a tensor for a folder
+            refused(data[:entry + 38] + bytes([data[entry + 38] ^ 16]) + data[entry + 39:])
             for at in np.random.default_rng(0).integers(len(data), size=15):
                 bad.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1:])
                 with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -4085,7 +4087,8 @@ def test_mask_actions():
         assert trained and all(trained)  # inference is the student's alone
         half = mask_run(*flags, '--dtype', 'bfloat16')[3]  # and is judged in float32
         state = mask.load_checkpoint(half['folder'] / 'ckpt.pt')
-        task = mask.Task(state['config'])
+        with contextlib.redirect_stdout(io.StringIO()):
+            task = mask.Task(state['config'])
         task.model.load_state_dict(state['model'])
         assert mask.fidelity(task, task.model.eval())['kl'] == half['kl']
 
