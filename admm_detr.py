@@ -1855,7 +1855,7 @@ def main(argv=None):
     missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
-              f'wants `python prepare_data.py {config.data}` (how much of it: README.md, Data)')
+              f'wants `python prepare_data.py {config.data}` (see README.md, Data)')
         config = replace(config, data='builtin')
     elif options['preset'] and not missing:
         given = {**PRESETS[options['preset']], **given}
