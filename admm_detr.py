@@ -218,12 +218,13 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
             sigma=1e-4):
     """Equations (3) or (4) to the letter -> x (B, nh, Q, N + tokens). They do not solve the Lasso.
 
-    The sign of mu in (3b) contradicts (3c), so that state grows twofold or more per iteration; the
-    fixed point of (3) is ridge regression, whatever lambda is; (4) has D^1/2 where the spectrum is
-    D, and no complement of the range of V.  [OA Eq. 3] [OA Eq. 4]
+    The sign of mu in (3b) contradicts (3c), so that past the threshold the state doubles, or worse,
+    in every iteration; the fixed point of (3) is ridge regression, whatever lambda is; (4) has
+    D^1/2 where the spectrum is D, and no complement of the range of V.  [OA Eq. 3] [OA Eq. 4]
     Random tokens, a jitter of up to sigma and clamping are as in [OA Sec. 3]; [choice] 32, 1e-4, 1.
     """
-    random = torch.randn(tokens, k.size(-1), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(tokens, k.size(-1), generator=generator)
     k = torch.cat([k, random.to(k).expand(*k.shape[:2], -1, -1)], dim=2)    # (B, nh, N + n, hs)
     penalty, rho = scales(q, k, sparsity, rho, own)
     products, threshold = q @ k.mT, penalty / rho
@@ -232,7 +233,7 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
         inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]
         solve = lambda r: r @ inverse
     else:
-        jitter = torch.diag(sigma * torch.rand(k.size(-1), device=k.device, dtype=k.dtype))
+        jitter = torch.diag(sigma * torch.rand(k.size(-1), generator=generator)).to(k)
         D, X = torch.linalg.eigh(k.mT @ k + jitter)
         Y, S = k @ X * D.rsqrt()[..., None, :], D.sqrt() + rho.squeeze(-1)
         solve = lambda r: (r @ Y / S[..., None, :]) @ Y.mT
@@ -255,7 +256,8 @@ def sharpen(x, power=5):
     y = (x / x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-6)) ** power
     return y / y.abs().sum(-1, keepdim=True).clamp_min(1)
 
-# One signature: q, k, padding (B, N) or None, own, config -> coefficients x (B, nh, Q, N).
+# One signature: q, k, padding (B, N) or None, own, config -> coefficients x (B, nh, Q, N). The two
+# with softmax train through the fused kernel instead, in MultiheadAttention.forward.
 
 def softmax(q, k, padding, own, c):
     """softmax(QK^T / sqrt(hs)), standard attention.  [OA Sec. 2]"""
@@ -338,7 +340,7 @@ class MultiheadAttention(nn.Module):
                 dropout_p=c.dropout if self.training else 0.0)
         elif c.recompute and torch.is_grad_enabled():  # q, k and v are all that waits for backward
             y = checkpoint(lambda *a: self.coefficients(*a)[1], q, k, v, padding,
-                           use_reentrant=False, preserve_rng_state=c.updates == 'printed')
+                           use_reentrant=False, preserve_rng_state=False)
         else:
             y = self.coefficients(q, k, v, padding)[1]
         return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))      # (B, Q, C)
@@ -528,8 +530,9 @@ class DETR(nn.Module):
         for layer in decoder['layers']:
             x = layer(x, query_pos, memory, pos, padding)
             outs.append(decoder.norm(x))
-        x = torch.stack(outs)                                               # (L, B, Q, C)
-        both = zip(self.class_embed(x), self.bbox_embed(x).sigmoid())
+        x = torch.stack(outs).to(query_pos.dtype)                           # (L, B, Q, C)
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16's boxes are off by pixels
+            both = zip(self.class_embed(x), self.bbox_embed(x).sigmoid())
         *aux, last = [dict(pred_logits=logits, pred_boxes=boxes) for logits, boxes in both]
         return dict(last, aux_outputs=aux)
 
@@ -938,7 +941,7 @@ def fail(message):
 @functools.cache
 def flags():
     """{field: (type, default, condition on x, help)}, read from the lines of Config."""
-    line = r'^    (\w+): \w+ = .+? # (?:([^:\n]*\bx\b[^:\n]*): )?(.*)$'
+    line = r'^    (\w+): \w+ = [^#\n]+(?:# (?:([^:\n]*\bx\b[^:\n]*): )?(.*))?$'
     known = {f.name: (f.type, f.default) for f in fields(Config)}
     return {name: (*known[name], condition, words)
             for name, condition, words in re.findall(line, inspect.getsource(Config), re.M)}
@@ -987,12 +990,14 @@ def pick_device(config):
     """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
+    name = f'cuda:{os.environ["LOCAL_RANK"]}' if WORLD > 1 and name == 'cuda' else name
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
     try:
         device = torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as e:
         fail(f'--device {name} cannot be used here: {str(e).splitlines()[0]}')
     if device.type == 'cuda':
+        torch.cuda.set_device(device)
         major, minor = torch.cuda.get_device_capability(device)
         dtype = 'bfloat16' if major >= 8 else 'float16'
         why = f'{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}'
@@ -1068,6 +1073,7 @@ def fit(task, config, folder, state=None, label=''):
         print('note    the data, or their dates, are not those that this run has seen so far')
     for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
         group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
+    optimizer.load_state_dict(optimizer.state_dict())  # and its step counters where that wants them
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -1096,8 +1102,8 @@ def fit(task, config, folder, state=None, label=''):
                 line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
                          f' | {(config.max_iters - it) * pace / 60:.1f} min left')
             keep = due or now() - spoke > 30  # away from a terminal only these lines appear
-            if keep or sys.stdout.isatty():
-                print('\r\033[K' * sys.stdout.isatty() + line, end='\n' * keep, flush=True)
+            if (tty := sys.stdout.isatty()) or keep:  # where a line wraps, it cannot be redrawn
+                print('\r\033[K' * tty + line[:999 if keep else 79], end='\n' * keep, flush=True)
             spoke = now() if keep else spoke
             losses, log = [], [*log, row]
         if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
@@ -1219,9 +1225,10 @@ class Task:
         """On validation images: loss; of paired queries cross-entropy, L1 distance and 1 - GIoU;
         AP. All twelve numbers of COCO's are kept in self.coco."""
         c, plans, found, sums = self.config, self.plans, [], torch.zeros(4, device=self.device)
-        if not self.resumed:
+        if not (self.resumed or c.init):
             say_once('note    AP stays near zero for the first several hundred steps, and the loss '
-                     'hides what goes on: watch paired, l1 and giou')
+                     'hides what goes on:\n        watch cross-entropy, L1 distance and 1 - GIoU '
+                     'of matched pairs (paired, l1, giou) fall')
         weights, count = norms([len(plan.labels) for plan in plans], c)
         for i in range(0, len(plans), c.batch_size):
             part = plans[i:i + c.batch_size]
@@ -1397,11 +1404,11 @@ def draw_boxes(image, boxes, labels, names, scores):
 @torch.no_grad()
 def solver_gaps(q, k, own, c, most):
     """[mean of f / f* - 1 after 1, 2, ..., `most` iterations], for f of [OA Eq. 2]; f* is that of
-    2000 iterations in float64."""
+    2000 iterations in float64 at a rho that suits them, since it does not depend on rho."""
     q, k = q.cpu().double(), k.cpu().double()
     penalty, _ = scales(q, k, c.sparsity, c.rho, own)
     reached = lambda n: objective(lasso(q, k, own, c.sparsity, c.rho, n, c.relax), q, k, penalty)
-    best = reached(2000).clamp_min(1e-12)
+    best = objective(lasso(q, k, own, c.sparsity, 0.1, 2000), q, k, penalty).clamp_min(1e-12)
     return [(reached(n) / best - 1).clamp_min(0).mean().item() for n in range(1, most + 1)]
 
 @torch.no_grad()
@@ -1464,10 +1471,10 @@ def start(config, given, resume=None):
           f'data    {source} of {len(task.train.classes)} classes; {len(task.val):,} for '
           f'validation\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
-          f'run     {folder}' + ', resumed' * bool(state))
+          f'run     {folder}' + (f', resumed, step {state["progress"][0]}' if state else ''))
     if c.updates == 'printed':
-        print('warning --updates printed: these formulas do not solve the Lasso and diverge, by a '
-              'factor of 2 and more in every iteration')
+        print('warning --updates printed: these formulas do not solve the Lasso and diverge: past '
+              'the threshold by a factor of 2 and more in every iteration')
     if c.backbone == 'resnet50' and not c.init:
         print('warning --backbone resnet50 without --init: its frozen batch norm hardly learns')
     return task, folder, state
@@ -1521,7 +1528,8 @@ def detect(options, config, given):
         surest_first = sorted(zip(*(t.tolist() for t in found)), reverse=True)
         answers[path] = [(names[label], score, box) for score, label, box in surest_first
                          if score >= options['threshold']]
-        print(f'{path}: {len(answers[path])} found')
+        print(f'{path}: {len(answers[path])} found; score, class, left, top, right, bottom in '
+              'pixels')
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
         target = folder / f'{stem}{f"-{n}" * (stems.count(stem) > 1)}-found.png'
@@ -1553,8 +1561,9 @@ def inspect_run(options, config, given):
         pictures.append(np.concatenate([mark(pixels, [t[best] for t in f], config, 0.0), *(
             (plain * (0.25 + 0.75 * part)).astype(np.uint8) for part in light.cpu().numpy())], 2))
     write_png(folder / 'attention.png', np.concatenate(pictures, 1).transpose(1, 2, 0))
-    print(diagnose.__doc__.split('\n\n')[1].rstrip())
+    print(diagnose.__doc__.split('\n\n')[-1].rstrip())
     table(rows)
+    print('attention.png: four images, the three surest boxes in each, and where these look')
     print(f'files   {folder}: {", ".join(["inspect.csv", "attention.png"] + files)}')
     return dict(rows=rows, folder=folder)
 
@@ -1576,6 +1585,7 @@ def bench_solvers(options, config, given):
     if options['rounds'] < 2:
         fail(f'--rounds {options["rounds"]}: wants at least 2')
     device, rows = pick_device(config)[0], []
+    print(' '.join(bench_solvers.__doc__.split(';')[0].split()) + ' (blank: too slow):')
     generator = torch.Generator().manual_seed(config.seed)
     for N, iterations in SOLVER_SIZES:
         q, k, v = (F.layer_norm(torch.randn(1, n, 256, generator=generator), (256,))[..., :32]
@@ -1597,7 +1607,6 @@ def bench_solvers(options, config, given):
             row[f'{name} ms'] = 1e3 * min(times[1:], default=math.nan)  # the first one warms up
             row[f'{name} MB'] = kept / 1e6
         rows.append(row)
-    print(' '.join(bench_solvers.__doc__.split(';')[0].split()) + ':')
     table(rows)
     return dict(solvers=rows, variants=bench(options, config, given))
 
@@ -1633,8 +1642,9 @@ def draw(path, panels, ordered=False):
             shade = colormaps['viridis'](0.9 * i / max(1, len(lines) - 1))
             axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
         axis.set(title=title, xlabel=label)
+        axis.locator_params('x', integer=True)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, framealpha=0.5)
     picture.savefig(path, dpi=110)
     return [path.name]
 
@@ -1723,6 +1733,7 @@ def compare(options, config, given):
                 for name, c in cases_of(options, config).items()]
     except ValueError as e:
         fail(f'--seeds {options["seeds"]}: {e}')
+    print(f'{len(plan)} runs on --data {config.data}, but for what is finished already')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
@@ -1755,11 +1766,12 @@ def tabulate(runs, base, metrics):
             t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
             seconds=mean(r['seconds'] for r in mine)))
         if case == next(iter(runs)):
-            print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
-                  f'{"t":>7}{"seconds":>9}')
-        line = ('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-                '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}').format(**rows[-1])
-        print(re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line))  # of one seed, or no difference
+            print(f'\n{metric:19}{"parameters":>11}{"mean ± sd":>18}{"against first row":>18}'
+                  f'{"t":>6}{"seconds":>8}')
+        line = ('{parameters:11,}{mean:9.4f} ± {sd:.4f}{difference:+9.4f} ± {difference_sd:.4f}'
+                '{t:6.1f}{seconds:8.0f}').format(**rows[-1])
+        line = re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line)  # of one seed, or no difference
+        print(f'{case:19}{line}')
     write_csv(base / 'compare.csv', rows)
     metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
@@ -1824,7 +1836,7 @@ def bench(options, config, given):
         amount = cases[name].config.batch_size * cases[name].per_row
         rows[name].update({f'{word}_ms': 1e3 * median, f'{word}_ratio': ratio,
                            f'{word}_iqr': high - low,
-                           f'{word}_{cases[name].unit[:3]}/s': round(amount / median)})
+                           f'{word}_{cases[name].unit}/s': round(amount / median)})
     table(list(rows.values()))
     return rows
 
@@ -1851,7 +1863,7 @@ def main(argv=None):
     if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    there = config.data == 'builtin' or Path('data', config.data).is_dir()
+    there = config.data == 'builtin' or os.path.isdir(Path('data', config.data))
     missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
@@ -1864,8 +1876,6 @@ def main(argv=None):
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
         on_cuda = pick_device(config)[0].type == 'cuda'
-        if on_cuda:
-            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         dist.init_process_group('nccl' if on_cuda else 'gloo')
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:

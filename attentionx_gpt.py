@@ -166,8 +166,7 @@ def inner(mh, v):
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     mh, v = mh.to(wide), v.to(wide)
-    v_v = torch.linalg.vector_norm(v, dim=-1, keepdim=True).square()
-    return (mh * v).sum(-1, keepdim=True), v_v
+    return (mh * v).sum(-1, keepdim=True), (v * v).sum(-1, keepdim=True)
 
 def ratio(mh_v, v_v):
     """<MH,V> / <V,V>, 0 where V is zero. [choice] The papers divide by zero there."""
@@ -175,8 +174,7 @@ def ratio(mh_v, v_v):
 
 def orthogonal(mh, v, mh_v, v_v):
     """MH - (<MH,V> / <V,V>) V, the part of MH orthogonal to V."""
-    alpha = ratio(mh_v, v_v)
-    return torch.addcmul(mh.to(alpha.dtype), alpha, v.to(alpha.dtype), value=-1).to(mh.dtype)
+    return (mh - ratio(mh_v, v_v) * v).to(mh.dtype)
 
 # One signature: MH and V (B, T, nh, hs), gamma -> what reaches the output projection(s).
 
@@ -186,7 +184,7 @@ def softmax(mh, v, gamma):
 
 def attentionx(mh, v, gamma):
     """V - gamma MH.  [AX2 Eq. 10]"""
-    return torch.add(v, mh, alpha=-gamma)
+    return v - gamma * mh
 
 def attentionx_v1(mh, v, gamma):
     """gamma V - MH.  [AX1 Eq. 9]"""
@@ -512,7 +510,7 @@ def fail(message):
 @functools.cache
 def flags():
     """{field: (type, default, condition on x, help)}, read from the lines of Config."""
-    line = r'^    (\w+): \w+ = .+? # (?:([^:\n]*\bx\b[^:\n]*): )?(.*)$'
+    line = r'^    (\w+): \w+ = [^#\n]+(?:# (?:([^:\n]*\bx\b[^:\n]*): )?(.*))?$'
     known = {f.name: (f.type, f.default) for f in fields(Config)}
     return {name: (*known[name], condition, words)
             for name, condition, words in re.findall(line, inspect.getsource(Config), re.M)}
@@ -561,12 +559,14 @@ def pick_device(config):
     """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
+    name = f'cuda:{os.environ["LOCAL_RANK"]}' if WORLD > 1 and name == 'cuda' else name
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
     try:
         device = torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as e:
         fail(f'--device {name} cannot be used here: {str(e).splitlines()[0]}')
     if device.type == 'cuda':
+        torch.cuda.set_device(device)
         major, minor = torch.cuda.get_device_capability(device)
         dtype = 'bfloat16' if major >= 8 else 'float16'
         why = f'{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}'
@@ -642,6 +642,7 @@ def fit(task, config, folder, state=None, label=''):
         print('note    the data, or their dates, are not those that this run has seen so far')
     for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
         group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
+    optimizer.load_state_dict(optimizer.state_dict())  # and its step counters where that wants them
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -670,8 +671,8 @@ def fit(task, config, folder, state=None, label=''):
                 line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
                          f' | {(config.max_iters - it) * pace / 60:.1f} min left')
             keep = due or now() - spoke > 30  # away from a terminal only these lines appear
-            if keep or sys.stdout.isatty():
-                print('\r\033[K' * sys.stdout.isatty() + line, end='\n' * keep, flush=True)
+            if (tty := sys.stdout.isatty()) or keep:  # where a line wraps, it cannot be redrawn
+                print('\r\033[K' * tty + line[:999 if keep else 79], end='\n' * keep, flush=True)
             spoke = now() if keep else spoke
             losses, log = [], [*log, row]
         if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
@@ -803,10 +804,10 @@ def inputs_of(modules, model, batch):
 def diagnose(model, idx):
     """What attention does with idx (B, T): for each layer a dict of means over the tokens.
 
+    [deviation] from BF App. A, which shows token 0: here the first token has no neighbours.
+
     update ||Phi|| or ||Delta||, mh ||MH||, alpha <MH,V>/<V,V>, p_own the weight of the own token,
     cos_update and cos_mh the cosine between X and either of them after W^o.
-
-    [deviation] from BF App. A, which shows token 0: here the first token has no neighbours.
     """
     rows, c, blocks = [], model.config, model.transformer.h
     seen = inputs_of([m for block in blocks for m in (block, block.attn.c_proj)], model, idx)
@@ -840,7 +841,7 @@ def start(config, given, resume=None):
           f'{count(task.model):,} parameters\n'
           f'data    {text.about}: {len(text.train):,}, and {len(text.val):,} for validation\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
-          f'run     {folder}' + ', resumed' * bool(state))
+          f'run     {folder}' + (f', resumed, step {state["progress"][0]}' if state else ''))
     return task, folder, state
 
 def report(task, folder, result):
@@ -853,8 +854,9 @@ def report(task, folder, result):
     if at := task.by_position:
         print(f'        {sparkline(at)} {at[0]:.2f} to {at[-1]:.2f}, along a validation window')
     bits = f', {result["val_bpb"]:.3f} bits per byte' if 'val_bpb' in result else ''
-    print(f'result  validation loss {result["val_loss"]:.3f} nats per token{bits}; a bigram model '
-          f'of the same text: {bigram_loss(text, task.val_starts, c.block_size):.3f}')
+    bigram = bigram_loss(text, task.val_starts, c.block_size)
+    print(f'result  validation loss {result["val_loss"]:.3f} nats per token (a bigram model of the '
+          f'same text: {bigram:.3f}){bits}')
     files = draw(folder / 'curves.png', [('nats per token', 'step', lines)])
     print(f'files   {folder}: {", ".join(["ckpt.pt", "log.csv"] + files)}')
     if encoding := get_tokenizer(c.tokenizer, needed=False):
@@ -879,6 +881,7 @@ def sample(options, config, given):
     encoding, (device, dtype, _) = get_tokenizer(config.tokenizer), pick_device(config)
     model = GPT(config).to(device).eval()
     restore(dict(model=model), state)
+    print(f'run     {folder}, step {state["progress"][0]}\n')
     torch.manual_seed(config.seed)
     idx = torch.tensor([encoding.encode_ordinary(prompt)] * n, device=device)
     with torch.autocast(device.type, dtype, dtype != torch.float32):
@@ -904,7 +907,7 @@ def inspect_layers(options, config, given):
         f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
         for i in range(config.n_layer)}) for key in list(rows[0])[2:]]
     files = draw(folder / 'inspect.png', panels, ordered=True)
-    print(diagnose.__doc__.split('\n\n')[1].rstrip())
+    print(diagnose.__doc__.split('\n\n')[-1].rstrip())
     table(rows[-config.n_layer:])
     print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
     return dict(result, rows=rows)
@@ -941,8 +944,9 @@ def draw(path, panels, ordered=False):
             shade = colormaps['viridis'](0.9 * i / max(1, len(lines) - 1))
             axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
         axis.set(title=title, xlabel=label)
+        axis.locator_params('x', integer=True)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, framealpha=0.5)
     picture.savefig(path, dpi=110)
     return [path.name]
 
@@ -1031,6 +1035,7 @@ def compare(options, config, given):
                 for name, c in cases_of(options, config).items()]
     except ValueError as e:
         fail(f'--seeds {options["seeds"]}: {e}')
+    print(f'{len(plan)} runs on --data {config.data}, but for what is finished already')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
@@ -1063,11 +1068,12 @@ def tabulate(runs, base, metrics):
             t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
             seconds=mean(r['seconds'] for r in mine)))
         if case == next(iter(runs)):
-            print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
-                  f'{"t":>7}{"seconds":>9}')
-        line = ('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-                '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}').format(**rows[-1])
-        print(re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line))  # of one seed, or no difference
+            print(f'\n{metric:19}{"parameters":>11}{"mean ± sd":>18}{"against first row":>18}'
+                  f'{"t":>6}{"seconds":>8}')
+        line = ('{parameters:11,}{mean:9.4f} ± {sd:.4f}{difference:+9.4f} ± {difference_sd:.4f}'
+                '{t:6.1f}{seconds:8.0f}').format(**rows[-1])
+        line = re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line)  # of one seed, or no difference
+        print(f'{case:19}{line}')
     write_csv(base / 'compare.csv', rows)
     metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
@@ -1132,7 +1138,7 @@ def bench(options, config, given):
         amount = cases[name].config.batch_size * cases[name].per_row
         rows[name].update({f'{word}_ms': 1e3 * median, f'{word}_ratio': ratio,
                            f'{word}_iqr': high - low,
-                           f'{word}_{cases[name].unit[:3]}/s': round(amount / median)})
+                           f'{word}_{cases[name].unit}/s': round(amount / median)})
     table(list(rows.values()))
     return rows
 
@@ -1159,7 +1165,7 @@ def main(argv=None):
     if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    there = config.data == 'builtin' or Path('data', config.data).is_dir()
+    there = config.data == 'builtin' or os.path.isdir(Path('data', config.data))
     missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
@@ -1172,8 +1178,6 @@ def main(argv=None):
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
         on_cuda = pick_device(config)[0].type == 'cuda'
-        if on_cuda:
-            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         dist.init_process_group('nccl' if on_cuda else 'gloo')
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -74,7 +74,7 @@ class Config:
     gamma: float = None            # 0 < x < 1e6: v1: 0.5; others: 1 with --zero-diag, 3 without
     zero_diag: bool = None         # a token does not attend to itself; None: in vit-small, tiny
     # model; None is the model's own
-    model: str = 'tiny'            # x in MODELS: vit-small and tiny with shifted patches
+    model: str = 'tiny'            # x in MODELS: sets what is None below; deit's patches are plain
     image_size: int = None         # 1 <= x <= 4096: pixels, of the side of a square
     patch_size: int = None         # 1 <= x <= 4096: pixels
     embed_dim: int = None          # x >= 1: channels
@@ -196,8 +196,7 @@ def inner(mh, v):
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     mh, v = mh.to(wide), v.to(wide)
-    v_v = torch.linalg.vector_norm(v, dim=-1, keepdim=True).square()
-    return (mh * v).sum(-1, keepdim=True), v_v
+    return (mh * v).sum(-1, keepdim=True), (v * v).sum(-1, keepdim=True)
 
 def ratio(mh_v, v_v):
     """<MH,V> / <V,V>, 0 where V is zero. [choice] The papers divide by zero there."""
@@ -205,8 +204,7 @@ def ratio(mh_v, v_v):
 
 def orthogonal(mh, v, mh_v, v_v):
     """MH - (<MH,V> / <V,V>) V, the part of MH orthogonal to V."""
-    alpha = ratio(mh_v, v_v)
-    return torch.addcmul(mh.to(alpha.dtype), alpha, v.to(alpha.dtype), value=-1).to(mh.dtype)
+    return (mh - ratio(mh_v, v_v) * v).to(mh.dtype)
 
 # One signature: MH and V (B, T, nh, hs), gamma -> what reaches the output projection(s).
 
@@ -216,7 +214,7 @@ def softmax(mh, v, gamma):
 
 def attentionx(mh, v, gamma):
     """V - gamma MH.  [AX2 Eq. 10]"""
-    return torch.add(v, mh, alpha=-gamma)
+    return v - gamma * mh
 
 def attentionx_v1(mh, v, gamma):
     """gamma V - MH.  [AX1 Eq. 9]"""
@@ -849,7 +847,7 @@ def fail(message):
 @functools.cache
 def flags():
     """{field: (type, default, condition on x, help)}, read from the lines of Config."""
-    line = r'^    (\w+): \w+ = .+? # (?:([^:\n]*\bx\b[^:\n]*): )?(.*)$'
+    line = r'^    (\w+): \w+ = [^#\n]+(?:# (?:([^:\n]*\bx\b[^:\n]*): )?(.*))?$'
     known = {f.name: (f.type, f.default) for f in fields(Config)}
     return {name: (*known[name], condition, words)
             for name, condition, words in re.findall(line, inspect.getsource(Config), re.M)}
@@ -898,12 +896,14 @@ def pick_device(config):
     """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
+    name = f'cuda:{os.environ["LOCAL_RANK"]}' if WORLD > 1 and name == 'cuda' else name
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
     try:
         device = torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as e:
         fail(f'--device {name} cannot be used here: {str(e).splitlines()[0]}')
     if device.type == 'cuda':
+        torch.cuda.set_device(device)
         major, minor = torch.cuda.get_device_capability(device)
         dtype = 'bfloat16' if major >= 8 else 'float16'
         why = f'{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}'
@@ -979,6 +979,7 @@ def fit(task, config, folder, state=None, label=''):
         print('note    the data, or their dates, are not those that this run has seen so far')
     for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
         group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
+    optimizer.load_state_dict(optimizer.state_dict())  # and its step counters where that wants them
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -1007,8 +1008,8 @@ def fit(task, config, folder, state=None, label=''):
                 line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
                          f' | {(config.max_iters - it) * pace / 60:.1f} min left')
             keep = due or now() - spoke > 30  # away from a terminal only these lines appear
-            if keep or sys.stdout.isatty():
-                print('\r\033[K' * sys.stdout.isatty() + line, end='\n' * keep, flush=True)
+            if (tty := sys.stdout.isatty()) or keep:  # where a line wraps, it cannot be redrawn
+                print('\r\033[K' * tty + line[:999 if keep else 79], end='\n' * keep, flush=True)
             spoke = now() if keep else spoke
             losses, log = [], [*log, row]
         if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
@@ -1267,7 +1268,7 @@ def diagnose(model, images, token=0):
         _, _, v, mh = block.attn.heads(block.norm1(x))                      # (B, T, nh, hs)
         alpha = ratio(*(t.sum((-2, -1)) for t in inner(mh, v)))             # (B, T)
         mh = mh.flatten(2)                                                  # (B, T, nh hs)
-        update_o, mh_o = (F.linear(t, block.attn.proj.weight) for t in (update, mh))
+        update_o, mh_o = (F.linear(t, block.attn.proj.weight).float() for t in (update, mh))
         figures = dict(
             update=update.norm(dim=-1), mh=mh.norm(dim=-1), update_o=update_o.norm(dim=-1),
             mh_o=mh_o.norm(dim=-1), cos_update=F.cosine_similarity(update_o, x, dim=-1),
@@ -1313,9 +1314,9 @@ def start(config, given, resume=None):
           f'data    {data.about}: {len(data.train[1]):,} images of {len(data.classes)} classes, '
           f'{len(data.val[1]):,} for validation{tested}\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
-          f'run     {folder}' + ', resumed' * bool(state))
+          f'run     {folder}' + (f', resumed, step {state["progress"][0]}' if state else ''))
     if c.randaugment == 'paper':
-        print('note    --randaugment paper moves images by up to 46.7 pixels, as its source does: '
+        print('note    --randaugment paper moves images by 46.7 pixels, as its source does: '
               'of 32-pixel images 23.4 % lose every pixel')
     return task, folder, state
 
@@ -1353,6 +1354,7 @@ def predict(options, config, given):
     config, folder, state = open_run(config, given, options['resume'])
     model, size = ViT(config), config.shape.image_size
     restore(dict(model=model), state)
+    print(f'run     {folder}')
     path, names = Path(options['image']), config.classes.split(',')
     try:
         photo = read_photo(path, size, middle=0.875 if size > 64 else 1.0)
@@ -1390,7 +1392,7 @@ def inspect_layers(options, config, given):
     tiles = (0.2 + 0.8 * tiles) * (x * std + mean).clamp(0, 1)    # (1 + layers, 8, 3, H, W)
     write_png(folder / 'attention.png',
               contact_sheet((255 * tiles.flatten(0, 1)).byte(), len(x), 1 + 96 // x.size(3)))
-    print(diagnose.__doc__.split('\n\n')[1].rstrip())
+    print(diagnose.__doc__.split('\n\n')[-1].rstrip())
     table(rows[-depth:])
     print(f'files   {folder}: {", ".join(["inspect.csv", "attention.png", *files])}')
     return dict(result, rows=rows)
@@ -1427,8 +1429,9 @@ def draw(path, panels, ordered=False):
             shade = colormaps['viridis'](0.9 * i / max(1, len(lines) - 1))
             axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
         axis.set(title=title, xlabel=label)
+        axis.locator_params('x', integer=True)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, framealpha=0.5)
     picture.savefig(path, dpi=110)
     return [path.name]
 
@@ -1517,6 +1520,7 @@ def compare(options, config, given):
                 for name, c in cases_of(options, config).items()]
     except ValueError as e:
         fail(f'--seeds {options["seeds"]}: {e}')
+    print(f'{len(plan)} runs on --data {config.data}, but for what is finished already')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
@@ -1549,11 +1553,12 @@ def tabulate(runs, base, metrics):
             t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
             seconds=mean(r['seconds'] for r in mine)))
         if case == next(iter(runs)):
-            print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
-                  f'{"t":>7}{"seconds":>9}')
-        line = ('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-                '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}').format(**rows[-1])
-        print(re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line))  # of one seed, or no difference
+            print(f'\n{metric:19}{"parameters":>11}{"mean ± sd":>18}{"against first row":>18}'
+                  f'{"t":>6}{"seconds":>8}')
+        line = ('{parameters:11,}{mean:9.4f} ± {sd:.4f}{difference:+9.4f} ± {difference_sd:.4f}'
+                '{t:6.1f}{seconds:8.0f}').format(**rows[-1])
+        line = re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line)  # of one seed, or no difference
+        print(f'{case:19}{line}')
     write_csv(base / 'compare.csv', rows)
     metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
@@ -1618,7 +1623,7 @@ def bench(options, config, given):
         amount = cases[name].config.batch_size * cases[name].per_row
         rows[name].update({f'{word}_ms': 1e3 * median, f'{word}_ratio': ratio,
                            f'{word}_iqr': high - low,
-                           f'{word}_{cases[name].unit[:3]}/s': round(amount / median)})
+                           f'{word}_{cases[name].unit}/s': round(amount / median)})
     table(list(rows.values()))
     return rows
 
@@ -1645,7 +1650,7 @@ def main(argv=None):
     if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    there = config.data == 'builtin' or Path('data', config.data).is_dir()
+    there = config.data == 'builtin' or os.path.isdir(Path('data', config.data))
     missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
@@ -1658,8 +1663,6 @@ def main(argv=None):
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
         on_cuda = pick_device(config)[0].type == 'cuda'
-        if on_cuda:
-            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         dist.init_process_group('nccl' if on_cuda else 'gloo')
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -147,7 +147,10 @@ TABLES = {  # `compare --table NAME`, or `report`: rows of settings, the report'
               'window:16+sinks:4': dict(masks='window:16+sinks:4'),
               'window:32+sinks:4': dict(masks='window:32+sinks:4'),
               'window:64': dict(masks='window:64'),
-              'window:64+sinks:4': dict(masks='window:64+sinks:4')},
+              'window:64+sinks:4': dict(masks='window:64+sinks:4'),
+              'window:64+sinks:4, alphas': dict(masks='window:64+sinks:4', train='alphas'),
+              'window:64+sinks:4, mask only': dict(masks='window:64+sinks:4', train='alphas',
+                                                   max_iters=0)},
     'readings': {name: dict(masks='last5', reading=name)
                  for name in ('renormalised', 'unnormalised', 'separate')},
     'l1': {'nothing': dict(masks='first-all', train='alphas'),
@@ -179,7 +182,7 @@ def candidates(masks):
     for term in '+'.join(NAMED.get(t, t) for t in masks.split('+')).split('+'):
         kind, _, n = term.partition(':')
         if kind not in KINDS or not re.fullmatch('' if kind == 'all' else r'\d{1,6}', n) or (
-                kind in ('window', 'first', 'sinks') and int(n) < 1):
+                kind not in ('all', 'offset') and int(n) < 1):
             known = [f'{name}:N' if name != 'all' else name for name in KINDS]
             raise ValueError(f'--masks {masks}: {term!r} is none of {", ".join([*known, *NAMED])}')
         terms.append((kind, int(n or 0)))
@@ -201,12 +204,11 @@ def own_token(masks, log_c):
     [choice] Where no open mask holds the own token, one more does, with the largest coefficient.
     A closed mask has log c = -inf; only the ratios of a row's coefficients reach the result.
     """
-    relative = log_c - log_c.amax(1, keepdim=True)
+    relative = (log_c - log_c.amax(1, keepdim=True)).exp()                  # (nh, K)
     late = 10 ** 6  # past all that are first tokens
-    holds = torch.tensor([bool(KINDS[kind](late, late, n, 1)) for kind, n in candidates(masks)],
-                         device=log_c.device)
-    missing = ~(relative.exp() * holds).any(1, keepdim=True)                # (nh, 1)
-    return torch.cat([relative.exp(), missing.to(log_c.dtype)], 1)
+    own = sum((relative[:, k:k + 1] for k, (kind, n) in enumerate(candidates(masks))
+               if KINDS[kind](late, late, n, 1)), torch.zeros_like(relative[:, :1]))
+    return torch.cat([relative, (own == 0).to(relative.dtype)], 1)
 
 def hold(masks, i, j):
     """Do the masks, the own token's last, hold the pairs of queries i (..., Tq), keys j (..., T)?
@@ -228,7 +230,8 @@ def log(w):
     return w.clamp_min(torch.finfo(w.dtype).tiny).log().masked_fill(w == 0, -math.inf)
 
 # One signature: scores (B, nh, Tq, T), masks, log c (nh or 1, K), positions i (Tq,) and j (T,) ->
-# attention weights (B, nh, Tq, T).
+# attention weights (B, nh, Tq, T). Bounded masks, renormalised, train in blocked_attention instead,
+# which is equal; --execution dense runs these.
 
 def renormalised(scores, masks, log_c, i, j):
     """softmax(S + log W): each row is divided by its sum.  [MA Sec. 3]"""
@@ -291,8 +294,8 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     i = torch.arange(n * b, device=q.device).view(n, b)
     column = torch.arange(band + s, device=q.device)                        # of K and V
     j = torch.where(column < band, column - reach + 1 + i[:, :1], column - band)
-    near = torch.tensor([kind in ('window', 'offset') for kind, _ in candidates(masks)] + [True])
-    M = hold(masks, i, j) & (near.to(q.device)[:, None, None, None] == (column < band))
+    near = [kind in ('window', 'offset') for kind, _ in candidates(masks)] + [True]
+    M = hold(masks, i, j) & torch.stack([(column < band) == x for x in near])[:, None, None]
     bias = log(mixture(c, M)).to(q.dtype)                                   # (nh, n, b, band + s)
     p = F.softmax((blocks @ K).add_(bias), dim=-1)                          # (B, nh, n, b, ...)
     return (p.to(v.dtype) @ V.mT).reshape(B, nh, n * b, hs)[:, :, :T]
@@ -305,17 +308,17 @@ def coefficients(alpha):
     return log_c.masked_fill(log_c < log_c.amax(1, keepdim=True) + math.log(CLOSED), -math.inf)
 
 @functools.cache
-def kinds_of_pairs(masks, T):
+def kinds_of_pairs(masks, T, device, dtype):
     """Causal pairs of T tokens by the masks that hold them: which do (P, K + 1), and their share of
     all pairs (P,)."""
     i = torch.arange(T)
     kinds, counts = hold(masks, i, i)[:, i[:, None] >= i].T.unique(dim=0, return_counts=True)
-    return kinds.double(), counts / counts.sum()
+    return kinds.to(device, dtype), (counts / counts.sum()).to(device, dtype)
 
 def expected_pairs(chances, masks, T):
     """Share of the causal pairs of T tokens that at least one mask keeps, if each is there with
     these chances (nh, K + 1), mean over the heads."""
-    kinds, share = (t.to(chances) for t in kinds_of_pairs(masks, T))
+    kinds, share = kinds_of_pairs(masks, T, chances.device, chances.dtype)
     return ((1 - (1 - chances[:, None] * kinds).prod(-1)) * share).sum(-1).mean()
 
 def penalty(alphas, config):
@@ -579,7 +582,8 @@ def write_safetensors(path, tensors, metadata):
                             data_offsets=[end, end := end + t.nbytes])
     head = json.dumps(header).encode()
     head += b' ' * (-len(head) % 8)
-    data = [t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()]
+    data = [t.cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+            for t in tensors.values()]
     temporary = Path(path).with_suffix('.tmp')
     temporary.write_bytes(b''.join([len(head).to_bytes(8, 'little'), head, *data]))
     os.replace(temporary, path)
@@ -701,7 +705,7 @@ def fail(message):
 @functools.cache
 def flags():
     """{field: (type, default, condition on x, help)}, read from the lines of Config."""
-    line = r'^    (\w+): \w+ = .+? # (?:([^:\n]*\bx\b[^:\n]*): )?(.*)$'
+    line = r'^    (\w+): \w+ = [^#\n]+(?:# (?:([^:\n]*\bx\b[^:\n]*): )?(.*))?$'
     known = {f.name: (f.type, f.default) for f in fields(Config)}
     return {name: (*known[name], condition, words)
             for name, condition, words in re.findall(line, inspect.getsource(Config), re.M)}
@@ -750,12 +754,14 @@ def pick_device(config):
     """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
+    name = f'cuda:{os.environ["LOCAL_RANK"]}' if WORLD > 1 and name == 'cuda' else name
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
     try:
         device = torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as e:
         fail(f'--device {name} cannot be used here: {str(e).splitlines()[0]}')
     if device.type == 'cuda':
+        torch.cuda.set_device(device)
         major, minor = torch.cuda.get_device_capability(device)
         dtype = 'bfloat16' if major >= 8 else 'float16'
         why = f'{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}'
@@ -831,6 +837,7 @@ def fit(task, config, folder, state=None, label=''):
         print('note    the data, or their dates, are not those that this run has seen so far')
     for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
         group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
+    optimizer.load_state_dict(optimizer.state_dict())  # and its step counters where that wants them
     n = config.batch_size * config.grad_accum_steps
     if n % WORLD:
         fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
@@ -859,8 +866,8 @@ def fit(task, config, folder, state=None, label=''):
                 line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
                          f' | {(config.max_iters - it) * pace / 60:.1f} min left')
             keep = due or now() - spoke > 30  # away from a terminal only these lines appear
-            if keep or sys.stdout.isatty():
-                print('\r\033[K' * sys.stdout.isatty() + line, end='\n' * keep, flush=True)
+            if (tty := sys.stdout.isatty()) or keep:  # where a line wraps, it cannot be redrawn
+                print('\r\033[K' * tty + line[:999 if keep else 79], end='\n' * keep, flush=True)
             spoke = now() if keep else spoke
             losses, log = [], [*log, row]
         if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
@@ -1018,8 +1025,6 @@ def fit_once(task, name, facts, label):
         fail('the time limit, --max-minutes, is reached; the same command goes on from here')
     return result
 
-source = functools.cache(inspect.getsource)  # Python parses the whole file for a class
-
 def get_teacher(config, text):
     """The model to imitate, its name, and what changes when it does."""
     path = Path(config.init or 'data/weights/gpt2/model.safetensors')
@@ -1048,7 +1053,8 @@ def train_teacher(config, text, rows=16):
                 min_lr=config.teacher_lr / 10, warmup_iters=100,
                 batch_size=at_once, grad_accum_steps=rows // at_once)
     facts = [{key: getattr(c, key) for key in (*own, 'max_iters', 'learning_rate')}, rows,
-             text.stamp, *map(source, (GPT2, Block, MLP, SelfAttention, Conv1D, Pretraining))]
+             text.stamp,  # and the text of the model and of its training, which you may change
+             re.findall(r'(?s)-- model --.*?-- data --|class Pretraining.*?\nclass ', SOURCE)]
     task = Pretraining(c, text)
     result = fit_once(task, 'teachers/', facts, 'teacher: ')
     about = f'trained on {text.about} to {result["val_loss"]:.3f} nats per token'
@@ -1056,6 +1062,7 @@ def train_teacher(config, text, rows=16):
 
 CRITERIA = {  # what each figure of fidelity is, and what the report wants of it  [MA Sec. 2.4]
     'accuracy': ("the student's next-token accuracy / the teacher's", '>=', 0.95),
+    # [choice] over all n x n pairs, most of them zeros, the mean would be half of this
     'mse': ("mean (P - P')^2 over layers, heads, pairs j <= i, each on its own inputs", '<=', 1e-4),
     'cosine': ('of the gradients of the loss on all windows, c_attn and c_proj in one vector', '>=',
                0.95),
@@ -1123,6 +1130,7 @@ def table_of_criteria(rows, path):
 def peak(f, device):
     """The most bytes that f() had allocated at once, beyond those that were there before."""
     if device.type == 'cuda':
+        f()  # so that cuBLAS has its workspace
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -1217,8 +1225,9 @@ def time_against_length(config, lengths, device):
     known = {way: [(r['tokens'], r[way]) for r in rows if r[way] == r[way]] for way in ways(config)}
     exponents = {way: np.polyfit(*np.log(np.array(xy)).T, 1)[0].item()
                  for way, xy in known.items() if len(xy) > 1}
-    print('\nms, best of 3, of attention forward + backward; it grows as length to the power of '
-          + ', '.join(f'{x:.2f} ({way})' for way, x in exponents.items()))
+    grows = ', '.join(f'{x:.2f} ({way})' for way, x in exponents.items())
+    print('\nms, best of 3, of attention forward + backward'
+          + f'; it grows as length to the power of {grows}' * bool(grows))
     table([{k: v if k == 'tokens' or v != v else f'{v:.1f}' for k, v in r.items()} for r in rows])
     return dict(times=rows, exponents=exponents)
 
@@ -1263,7 +1272,7 @@ def start(config, given, resume=None):
           f'{sum(p.numel() for p in task.teacher.parameters()):,} parameters\n'
           f'data    {text.about}: {len(text.train):,}, and {len(text.val):,} for validation\n'
           f'device  {device}, {str(dtype)[6:]} ({why})\n'
-          f'run     {folder}' + ', resumed' * bool(state))
+          f'run     {folder}' + (f', resumed, step {state["progress"][0]}' if state else ''))
     return task, folder, state
 
 def report(task, folder, result):
@@ -1287,7 +1296,7 @@ def judge(task, folder, T=1024):
     end, token = 50256 if c.tokenizer == 'gpt2' else 0, int(task.text.val[0])
     edge = {t: task.kl(task.model, torch.full((1, c.block_size), t, device=task.device)).mean()
             .item() for t in (end, token)}
-    print(f'edge cases: KL {edge[end]:.2g} where all is token {end}, end of text, and '
+    print(f'edge cases: KL {edge[end]:.2g} where all is token {end} and '
           f'{edge[token]:.2g} where all is token {token}')
     return dict(rows=rows, edge=edge, memory=memory(c, T, task.device))
 
@@ -1301,13 +1310,17 @@ def measure(options, config, given):
             facts = [asdict(replace(task.config, max_minutes=0.0, out_dir='')), task.stamp, SOURCE,
                      torch.__version__, str(pick_device(c))]
             rows[name] = fit_once(task, f'report/{c.variant}-', facts, f'{name}: ')
-        table_of_criteria(rows, Path(config.out_dir, SCRIPT, 'report', 'report.csv'))
+        path = Path(config.out_dir, SCRIPT, 'report', 'report.csv')
+        table_of_criteria(rows, path)
+        print(f'files   {path}')
         return rows
     if options['length'] < 2:
         fail(f'--length {options["length"]}: wants at least 2')
     task, folder = load_run(options, config, given)
     found = judge(task, folder, options['length'])
-    return dict(found, **time_against_length(task.config, options['lengths'], task.device))
+    times = time_against_length(task.config, options['lengths'], task.device)
+    print(f'\nfiles   {folder}: report.csv')
+    return dict(found, **times)
 
 def load_run(options, config, given):
     """The newest run, or the one that --resume names."""
@@ -1427,8 +1440,9 @@ def draw(path, panels, ordered=False):
             shade = colormaps['viridis'](0.9 * i / max(1, len(lines) - 1))
             axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
         axis.set(title=title, xlabel=label)
+        axis.locator_params('x', integer=True)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, framealpha=0.5)
     picture.savefig(path, dpi=110)
     return [path.name]
 
@@ -1517,6 +1531,7 @@ def compare(options, config, given):
                 for name, c in cases_of(options, config).items()]
     except ValueError as e:
         fail(f'--seeds {options["seeds"]}: {e}')
+    print(f'{len(plan)} runs on --data {config.data}, but for what is finished already')
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
@@ -1549,11 +1564,12 @@ def tabulate(runs, base, metrics):
             t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
             seconds=mean(r['seconds'] for r in mine)))
         if case == next(iter(runs)):
-            print(f'\n{metric:24}{"parameters":>12}{"mean ± sd":>19}{"against first row":>20}'
-                  f'{"t":>7}{"seconds":>9}')
-        line = ('{case:24}{parameters:12,}{mean:11.4f} ± {sd:.4f}{difference:+11.4f} ± '
-                '{difference_sd:.4f}{t:7.1f}{seconds:9.0f}').format(**rows[-1])
-        print(re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line))  # of one seed, or no difference
+            print(f'\n{metric:19}{"parameters":>11}{"mean ± sd":>18}{"against first row":>18}'
+                  f'{"t":>6}{"seconds":>8}')
+        line = ('{parameters:11,}{mean:9.4f} ± {sd:.4f}{difference:+9.4f} ± {difference_sd:.4f}'
+                '{t:6.1f}{seconds:8.0f}').format(**rows[-1])
+        line = re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line)  # of one seed, or no difference
+        print(f'{case:19}{line}')
     write_csv(base / 'compare.csv', rows)
     metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
@@ -1618,7 +1634,7 @@ def bench(options, config, given):
         amount = cases[name].config.batch_size * cases[name].per_row
         rows[name].update({f'{word}_ms': 1e3 * median, f'{word}_ratio': ratio,
                            f'{word}_iqr': high - low,
-                           f'{word}_{cases[name].unit[:3]}/s': round(amount / median)})
+                           f'{word}_{cases[name].unit}/s': round(amount / median)})
     table(list(rows.values()))
     return rows
 
@@ -1645,7 +1661,7 @@ def main(argv=None):
     if RANK or not sys.stdout:
         sys.stdout = open(os.devnull, 'w')
     function, options, config, given = parse(argv, ACTIONS)
-    there = config.data == 'builtin' or Path('data', config.data).is_dir()
+    there = config.data == 'builtin' or os.path.isdir(Path('data', config.data))
     missing = 'data' not in given and not there
     if missing and not options.get('resume'):
         print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
@@ -1658,8 +1674,6 @@ def main(argv=None):
     torch.set_float32_matmul_precision('high')  # TF32 where there is any
     if WORLD > 1:
         on_cuda = pick_device(config)[0].type == 'cuda'
-        if on_cuda:
-            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         dist.init_process_group('nccl' if on_cuda else 'gloo')
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:

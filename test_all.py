@@ -564,6 +564,10 @@ def test_flags_have_help():
         for action in script.ACTIONS:
             code, out, _, _ = run(action, '--help', script=script)
             assert code == 0 and all('--' + name.replace('_', '-') in out for name in flags)
+        lines = '    seed: int = 1\n    dtype: str = "a"  # x in (1, 2): what\n'
+        with unittest.mock.patch('inspect.getsource', lambda _: lines):  # a comment is no duty
+            seed, dtype = script.flags.__wrapped__().values()
+        assert seed[2:] == ('', '') and dtype[2:] == ('x in (1, 2)', 'what')
 
 def test_schedules():
     c = config(learning_rate=6e-4, min_lr=6e-5, warmup_iters=10, max_iters=110)
@@ -874,8 +878,11 @@ def test_float16_training():
 
 def test_resume_in_another_precision():
     """A run in float32 goes on in float16, with the optimiser as the new device wants it."""
-    adam = torch.optim.AdamW
-    with folder() as path:
+    adam, load, fused = torch.optim.AdamW, torch.optim.Optimizer.load_state_dict, []
+    def loads(self, state):  # PyTorch puts step counters where what it loads says it wants them
+        fused.append([group['fused'] for group in state['param_groups']])
+        return load(self, state)
+    with folder() as path, unittest.mock.patch('torch.optim.Optimizer.load_state_dict', loads):
         for script, flags in small_runs(path).items():
             with unittest.mock.patch.object(mask, 'memory', lambda *_: {}), \
                     unittest.mock.patch('torch.optim.AdamW', lambda *a, fused=0, **kw: adam(
@@ -887,6 +894,7 @@ def test_resume_in_another_precision():
                     assert code == 0, err
             state = script.load_checkpoint(result['folder'] / 'ckpt.pt')
             assert state['progress'][0] == 5 and state['scaler']['scale'] > 0
+            assert all(fused[-1]) and not any(fused[-2])
 
 def test_short_slices():
     """A run that goes on for less than an evaluation ends in a report like any other."""
@@ -959,6 +967,8 @@ def test_bad_flags():
         refuse(['--over', 'true'], 'compare', '--over', 'bias=yes,no', *tiny(path))
         refuse(['--seeds', 'one'], 'compare', '--seeds', 'one', *tiny(path))
         refuse(['--rounds'], 'bench', '--rounds', 1, *tiny(path))
+        for script in (gpt, vit, detr, mask):
+            refuse(['a' * 300], '--data', 'a' * 300, '--out-dir', path / 'out', script=script)
         assert not (path / 'out').exists()
         assert run(*tiny(path, '--max_iters=1', '--zero_diag'))[0] == 0  # underscores are welcome
 
@@ -1074,6 +1084,10 @@ def test_compare_is_fair():
             assert abs(dict(steps['8'])[x] - dict(steps['4'])[x] - gap) < 1e-9
         for field in ('tokenizer=bytes,gpt2', 'data=a,b'):
             refuse(['--over', field], 'compare', '--over', field, *flags)
+        result = dict(run(*flags, '--max-iters', 2)[3], parameters=1)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            gpt.tabulate({'banana': [result]}, path, ['val_loss'])
+        assert re.search(r'^banana +1 +\d\.\d{4} +\+0\.0000 +\d+$', out.getvalue(), re.M)
 
 def test_variants_of_your_own():
     """A line in the dict of variants, a parameter, a change in forward: they train, keep their
@@ -1096,6 +1110,9 @@ def test_variants_of_your_own():
         found = [p for key, p in net.named_parameters()
                  if key.endswith(('strength', 'rise.weight', 'gate_weight'))]
         assert len(found) > 2 and all((p == 0.5).all() for p in found), name
+    gamma, (mh, _, v) = torch.tensor(2.0, requires_grad=True), qkv(1, 2, 3, 4)
+    for script, name in itertools.product((gpt, vit), ('attentionx', 'attentionx-v1')):
+        script.ATTENTION[name](mh, v, gamma).sum().backward()  # gamma may be learned
     with unittest.mock.patch.dict(gpt.ATTENTION, mine=mine), folder() as path:
         code, out, err, result = run(*tiny(path, '--attention', 'mine', '--max-iters', 1))
         assert code == 0 and 'model   mine: mine\n' in out, err
@@ -1270,6 +1287,13 @@ def test_two_processes():
                 losses = [float(row['loss']) for row in csv.DictReader(f) if row['loss']]
             want = [row['loss'] for row in one['log'] if row['loss']]
             assert max(abs(a / b - 1) for a, b in zip(losses, want, strict=True)) < 1e-3, losses
+
+def test_processes_take_a_gpu_each():
+    """What torchrun starts asks for the GPU of its number, and says so where there is none."""
+    for script in (gpt, vit, detr, mask):
+        with unittest.mock.patch.object(script, 'WORLD', 98), \
+                unittest.mock.patch.dict(os.environ, LOCAL_RANK='97'):
+            refuse(['--device cuda:97'], '--device', 'cuda', script=script)
 
 def test_cuda():
     """Every variant on the GPU agrees with the CPU, in its default precision and under compile."""
@@ -2370,6 +2394,9 @@ def test_detr_half_precision():
             net = detr.DETR(detr_config(cross_attention=name)).to(dtype)
             out = net(torch.randn(1, 3, 32, 32, dtype=dtype))
             assert out['pred_boxes'].dtype == dtype and out['pred_boxes'].isfinite().all()
+        with torch.autocast('cpu', torch.bfloat16):  # whose steps would be pixels
+            out = detr.DETR(detr_config(cross_attention=name))(torch.randn(1, 3, 32, 32))
+        assert out['pred_boxes'].dtype == out['pred_logits'].dtype == torch.float32
 
 def test_detr_sharpen():
     generator = torch.Generator().manual_seed(0)
@@ -2488,6 +2515,8 @@ def test_detr_printed_runs():
             assert math.isfinite(result['val_loss']) and 'printed' in result['folder'].name
         refuse(['--iterations 21', 'printed'], '--updates', 'printed', '--iterations', 21,
                script=detr)
+    q, k = detr_tokens('iid', 6, 40)
+    close(detr.printed(q, k), detr.printed(q, k), 0)  # random tokens and jitter are the same ones
 
 def test_detr_faster_than_vanilla():
     q, k = detr_tokens('iid', 100, 850, dtype=torch.float32)
@@ -3312,6 +3341,17 @@ def test_detr_accumulation():
         for a, b in zip(weights(one).values(), weights(four).values()):
             close(a, b, 2e-4)
 
+def test_detr_gaps_do_not_depend_on_rho():
+    """How far a solver is from the best there is, also where its own rho would never get there."""
+    q, k = detr_tokens('correlated', 20, 64, d=16)
+    best = torch.stack([detr.objective(detr.lasso(q, k, iterations=2000), q, k,
+                                       detr.scales(q, k, 0.03, 0.1)[0])])
+    for rho in (0.1, 1000.0):
+        gap = detr.solver_gaps(q, k, False, detr_config(rho=rho, iterations=15), 15)[-1]
+        x = detr.lasso(q, k, rho=rho)
+        found = detr.objective(x, q, k, detr.scales(q, k, 0.03, rho)[0])
+        assert abs(gap - (found / best - 1).mean()) < 1e-9
+
 def test_detr_lasso_is_restless():
     """Of two pictures of a scene that differ in pixel noise alone, softmax has much the same
     coefficients and the Lasso others, half of them negative: before training, by default."""
@@ -3971,13 +4011,17 @@ def test_mask_teacher_is_cached():
         for n, more in enumerate((('--seed', 2), ('--teacher-iters', 5), ('--n-layer', 1))):
             mask_run(*flags, *more)
             assert len(teachers()) == 2 + n
+        edited = mask.SOURCE.replace('gelu', 'relu')
+        assert edited != mask.SOURCE
+        with unittest.mock.patch.object(mask, 'SOURCE', edited):
+            mask_run(*flags)
+        assert len(teachers()) == 5
         batch, left = mask.Pretraining.batch, [signal.SIGINT]
         def interrupt(self, it, rows):
             while it == 10 and left:
                 mask.os.kill(mask.os.getpid(), left.pop())
             return batch(self, it, rows)
-        with unittest.mock.patch.object(mask.Pretraining, 'batch', interrupt), \
-                unittest.mock.patch.object(mask, 'source', lambda f: 'the same'):
+        with unittest.mock.patch.object(mask.Pretraining, 'batch', interrupt):
             code, out, _, _ = mask_run(*flags, '--out-dir', path / 'two')
             assert code == 130
             code, out, _, _ = mask_run(*flags, '--out-dir', path / 'two')
