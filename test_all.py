@@ -411,6 +411,7 @@ def test_gpt_temperature():
     for temperature in (0.5, 1.0, 2.0):
         drawn = net.generate(idx, 1, temperature)[:, 1].bincount(minlength=40) / 20000
         close(drawn, F.softmax(net(idx[:1])[0][0, -1].detach() / temperature, dim=-1), 0.015)
+    assert inspect.signature(net.generate).parameters['temperature'].default == 1
 
 def test_gpt_dropout():
     """On the embedding, the attention weights and both branches of a block; none in evaluation."""
@@ -810,6 +811,7 @@ def test_checkpoint_refusals():
                     (['str'], dict(config={**config, 'batch_size': 'x'})),
                     (['whole'], dict(progress='{')), (['whole'], dict(progress='[1]')),
                     (['whole'], dict(progress='null')), (['whole'], dict(progress='["x",0,[],[]]')),
+                    (['whole'], dict(progress='[0,"x",[],[]]')),
                     ([fits], dict(model={**original['model'], name: first[:0]})),
                     ([fits], dict(model={**original['model'], 'novel': first})),
                     ([fits], dict(model=None)), ([fits], dict(optimizer={})),
@@ -1153,11 +1155,13 @@ def test_variants_of_your_own():
 def test_notebook_goes_on_as_it_was():
     """main() leaves threads, precision, signal handlers and matplotlib's backend alone, and what
     generate() returns can be trained on."""
-    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
-    with folder() as path:
+    threads, handler, seen = torch.get_num_threads(), signal.getsignal(signal.SIGINT), []
+    note = lambda _: seen.append(signal.getsignal(signal.SIGINT)) or ''
+    with folder() as path, unittest.mock.patch.object(gpt, 'sparkline', note):
         torch.set_num_threads(2)
         try:
             assert run(*tiny(path, '--threads', 1))[0] == 0
+            assert set(seen) == {handler}  # as soon as training is over
             assert torch.get_num_threads() == 2
         finally:
             torch.set_num_threads(threads)
@@ -1180,6 +1184,9 @@ def test_recipe_without_its_data():
             assert code == 0 and 'prepare_data.py openwebtext' in out, err
             assert 'standard library' in out
             refuse(['openwebtext'], *flags, '--data', 'openwebtext')
+            prepare('text', 'text.txt', '--tokenizer', 'bytes')
+            code, out, err, _ = run(*flags, '--data', 'text')  # data/text, by its name alone
+            assert code == 0 and 'data/text: ' in out.replace(os.sep, '/'), err
         finally:
             os.chdir(before)
 
@@ -1573,6 +1580,8 @@ def test_vit_initialisation():
                                           if name == 'belief-star' else set())
     other = vit.ViT(vit_config(seed=1)).state_dict()
     assert not torch.equal(base['pos_embed'], other['pos_embed'])
+    for name in ('vit-small', 'deit-small', 'deit-small-local'):
+        assert same(*(vit.ViT(vit_config(model=name)).state_dict() for _ in range(2))), name
 
 def test_vit_position_resize():
     """Other sizes get positions of their own, between those learned, and the gradient returns."""
@@ -1648,6 +1657,22 @@ def slow_set_adam(p, grads, lr, beta1, beta2, eps, tau):
         p = [x - lr / (1 - beta1 ** t) * a / (b - tau * min(w)) for x, a, b in zip(p, m, w)]
     return p
 
+def test_vit_optimizer():
+    """The flags reach each optimiser; AdamW alone decays, and matrices alone."""
+    with folder() as path:
+        for name in ('adamw', 'adam', 'set-adam'):
+            task = vit.Task(vit_config(
+                data=str(vit_data(path / 'd')), optimizer=name, learning_rate=3e-3, beta1=0.8,
+                beta2=0.95, weight_decay=0.2, tau=0.3))
+            groups, decays = task.optimizer().param_groups, {}
+            for group in groups:
+                assert (group['lr'], group['betas']) == (3e-3, (0.8, 0.95)), name
+                assert group.get('tau') == (0.3 if name == 'set-adam' else None)
+                decays.update(dict.fromkeys(group['params'], group.get('weight_decay', 0)))
+            for key, p in task.model.named_parameters():
+                matrix = p.dim() > 1 and key not in ('pos_embed', 'cls_token')
+                assert decays[p] == (0.2 if name == 'adamw' and matrix else 0), (name, key)
+
 def test_vit_set_adam():
     """Against the formulas, from gradients of 1e-12 to 1e12, in float32 too; one entry; zeros."""
     rng = np.random.default_rng(0)
@@ -1697,6 +1722,10 @@ def test_vit_shapes():
     assert images.shape == (200, 3, 32, 32) and (images.dtype, labels.dtype) == (np.uint8, np.int64)
     assert set(labels) == set(range(10)) and len(vit.SHAPES.split(',')) == 10
     assert images.std() > 40 and not np.array_equal(images, vit.draw_shapes(200, 6)[0])
+    pattern = np.random.RandomState(0).uniform(-1, 1, (3, 32, 32))
+    marks = (images * pattern).sum((1, 2, 3))  # they tell a drawing, in spite of rounding
+    close([marks[labels == k].mean() for k in range(10)], [
+        2641.5, 2040.9, 2925.6, 2227.8, 3173.7, 3405.6, 2953.6, 1607.8, 2362.7, 2263.7], 2)
     vit.draw_shapes.cache_clear()
     assert np.array_equal(images, vit.draw_shapes(200, 5)[0])
 
@@ -1722,9 +1751,15 @@ def test_vit_batches():
         assert [grow.size(i) for i in (0, 11, 12, 24, 36, 99)] == [8, 8, 16, 24, 32, 32]
         assert grow.batch(12, range(8))[0].shape == (8, 3, 16, 16)
         assert vit.Task(dataclasses.replace(c, epochs=2.5)).config.max_iters == 15
+        mixed = vit.Task(dataclasses.replace(c, mix=True, label_smoothing=0.3))
+        close(mixed.batch(0, range(8))[1].min(), 0.3 / 5, 1e-6)
 
 def test_vit_evaluation():
     """Loss and accuracy over the whole split, in batches that need not divide it."""
+    for name, colours in dict(cifar10=(0.4914, 0.4822, 0.4465, 0.2023, 0.1994, 0.2010),
+                              cifar100=(0.5071, 0.4867, 0.4408, 0.2675, 0.2565, 0.2761),
+                              photos=(0.485, 0.456, 0.406, 0.229, 0.224, 0.225)).items():
+        close(vit.normalisation('data/' + name).flatten(), colours, 1e-7)
     with folder() as path:
         vit_data(path / 'd')
         task = vit.Task(vit_config(data=str(path / 'd'), batch_size=7, val_fraction=0.3))
@@ -1733,6 +1768,9 @@ def test_vit_evaluation():
         close(F.cross_entropy(logits, task.val[1]), figures['val_loss'], 1e-5)
         close((logits.argmax(1) == task.val[1]).double().mean(), figures['val_acc'], 1e-6)
         assert vit.linear_accuracy(task) > 0.9  # colours are easy
+        task.config = dataclasses.replace(task.config, label_smoothing=0.3)
+        x, shares = task.normalise(task.val[0], 8), F.one_hot(task.val[1], 5) * 0.7 + 0.3 / 5
+        close(*(task.loss(task.model, (x, y)) for y in (task.val[1], shares)), 1e-6)  # once
 
 def vit_photos(path, size=(20, 16), exif=False):
     """train/CLASS and val/CLASS of two colours."""
@@ -1762,10 +1800,24 @@ def test_vit_photos():
         wide.save(path / 'wide.png')
         assert vit.read_photo(path / 'wide.png', 8).min() == 255  # the middle
         assert vit.read_photo(path / 'wide.png', 8, (1, 0.5, 0, 0))[0, 0, 0] == 0
+        resize, boxes = Image.Image.resize, []
+        def note(image, size, how, box):
+            boxes.append(box)
+            return resize(image, size, how, box)
+        with unittest.mock.patch.object(Image.Image, 'resize', note):
+            for crop in (0, 0, 0, 0), (0, 1, 1, 1), (1, 0.5, 0.2, 0.2):
+                vit.read_photo(path / 'data/train/red/0.jpg', 8, crop)  # 16 wide and 20 high
+        w, h = (0.08 * 320 * 0.75) ** 0.5, (0.08 * 320 / 0.75) ** 0.5  # 3:4
+        whole = 0, 0.2 * (20 - 320 ** 0.5), 16, 0.2 * (20 - 320 ** 0.5) + 320 ** 0.5
+        close(boxes, [(0, 0, w, h), (16 - h, 20 - w, 16, 20), whole], 1e-6)
         flags = vit_tiny(path, '--lr', 0.01, '--val-fraction', 0.25, '--max-iters', 12)
         code, out, err, result = vit_run(*flags, '--first-size', 4, '--patch-size', 2,
                                      '--size-epochs', 2.0, '--attention', 'belief-star')
         assert code == 0 and result['test_acc'] == 1, (err, out)
+        with unittest.mock.patch.object(pathlib.Path, 'rglob', lambda folder, _: sorted(
+                folder.iterdir(), reverse=True)):  # whatever the order on the disk
+            names = vit.load_folders(path / 'data')[0][0].tolist()
+        assert len(names) == 12 and names == sorted(names)
         task = vit.Task(vit_config(data=str(path / 'data'), batch_size=4))
         whole = task.batch(2, range(4))[0]
         assert torch.equal(whole[2:], vit.Task(task.config).batch(2, [2, 3])[0])
@@ -1938,6 +1990,7 @@ def test_vit_attention_maps():
                 mean = mean + scores.softmax(-1)[:, 0, 1:] / 2
             close(maps[:, i].flatten(1), mean / mean.amax(1, keepdim=True), 1e-12)
         assert maps.shape == (3, len(net.blocks), 2, 2)
+        assert not any(m._forward_pre_hooks for m in net.modules())
 
 def test_vit_bad_flags():
     with folder() as path:
@@ -2290,6 +2343,8 @@ def test_detr_default_iterations():
         gap = f(detr.lasso(q, k, False, c.sparsity, c.rho, c.iterations, c.relax)) / f(best) - 1
         assert -1e-10 < gap.min() and gap.mean() < most, (kind, gap.mean())
         close(detr.lasso(q, k, False, c.sparsity, c.rho, 6000, c.relax), best, 1e-6)
+        gaps = detr.solver_gaps(q, k, False, c, c.iterations)
+        assert len(gaps) == c.iterations and abs(gaps[-1] - gap.mean()) < 1e-6
         half = detr.lasso(q, k, False, c.sparsity, c.rho, c.iterations // 3, c.relax)
         plain = detr.lasso(q, k, False, c.sparsity, c.rho, c.iterations, 1.0)
         assert gap.mean() < (f(half) / f(best) - 1).mean() / 4
@@ -2699,6 +2754,9 @@ def test_detr_initialisation():
         assert 0.9 * want <= bound(name) <= want, name
     assert 0.9 < net.query_embed.weight.std() < 1.1
     assert net.transformer.decoder.norm.weight.eq(1).all()
+    net = detr.DETR(detr_config(backbone='resnet50'))  # He's, by what goes out
+    assert abs(net.backbone[0]['body'].conv1.weight.std() * math.sqrt(64 * 49 / 2) - 1) < 0.05
+    assert net.input_proj.weight.abs().max() <= 2048 ** -0.5
 
 def test_detr_every_parameter_learns():
     for name in detr.ATTENTION:
@@ -3201,7 +3259,10 @@ def test_detr_picture():
     drawn = detr.mark(np.zeros((3, 64, 64), np.uint8), found, config, 0.5).any(0)
     assert drawn.shape == (256, 256) and not drawn[:100].any() and not drawn[:, :60].any()
     assert drawn[128:240, 64].all() and drawn[239, 64:192].all()
-    assert not drawn[140:230, 70:180].any()
+    assert not drawn[130:238, 66:190].any()
+    drawn = detr.mark(np.zeros((3, 400, 400), np.uint8), found, config, 0.5).any(0)
+    assert drawn[18:32, 16:90].all() and not drawn[:18].any()  # a name in letters twice as large
+    assert not drawn[:, 90:].any()
 
 def test_detr_shapes():
     """Boxes hug what is drawn; the same row is the same image; shapes hardly overlap."""
@@ -3213,6 +3274,7 @@ def test_detr_shapes():
         assert image.shape == (3, 64, 64) and image.dtype == torch.float32
         close(image, data.render(again), 0)
         assert 1 <= len(plan.labels) <= 4 and plan.boxes.shape == (len(plan.labels), 4)
+        assert plan.boxes.dtype == torch.float32
         x = detr.corners(plan.boxes)
         assert x.min() >= 0 and x.max() <= 1
         seen |= set(plan.labels.tolist())
@@ -3226,6 +3288,9 @@ def test_detr_shapes():
                    x0.max() + 1 - x0.min(), y.max() + 1 - y.min()]
             plain.append(max(abs(a - b) for a, b in zip(got, want)))
     assert seen == {0, 1, 2} and len(plain) > 2 and max(plain) < 4, plain
+    pattern = np.random.RandomState(0).uniform(-1, 1, (3, 64, 64))
+    marks = [(data.render(data.plan(row)).numpy() * pattern).sum() for row in range(3)]
+    close(marks, [-63.446, -26.918, -118.572], 0.05)  # the drawings that README.md's figures are of
     plans = [data.plan(row) for row in range(30)]
     truth = data.truth(plans[3:4])
     assert [i['id'] for i in truth['images']] == [4]
@@ -3252,15 +3317,20 @@ def test_detr_batches():
     close(sum(task.loss(task.model, p) for p in parts) / 2, whole, 1e-5)
 
 def test_detr_optimizer():
-    task = detr.Task(detr_config(lr_backbone=1e-5, learning_rate=1e-3))
-    groups = {g['lr']: g['params'] for g in task.optimizer().param_groups}
+    task = detr.Task(detr_config(lr_backbone=1e-5, learning_rate=1e-3, beta1=0.8, beta2=0.95,
+                                 weight_decay=0.2))
+    groups = task.optimizer().param_groups
+    assert all((g['betas'], g['weight_decay']) == ((0.8, 0.95), 0.2) for g in groups)
+    groups = {g['lr']: g['params'] for g in groups}
     assert set(groups) == {1e-3, 1e-5}
     assert len(groups[1e-5]) == len(list(task.model.backbone.parameters()))
     assert sum(map(len, groups.values())) == len(list(task.model.parameters()))
 
 def test_detr_evaluation():
     """A model that answers with the truth has AP 1, the loss of the paired queries, and no l1."""
+    assert len(detr.Task(detr_config(eval_rows=0)).plans) == 200
     task = detr.Task(detr_config(eval_rows=8, batch_size=8))
+    assert len(task.plans) == 8
     class Oracle(torch.nn.Module):
         def forward(self, images, mask):
             plans, part = task.plans[self.at:self.at + len(images)], None
@@ -3295,7 +3365,7 @@ def test_detr_training():
         assert {'AP', 'AP75', 'ARl'} <= set(result)
         assert (result['folder'] / 'detections.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
         code, out, _, found = run('inspect', '--out-dir', path / 'out', script=detr)
-        assert code == 0 and len(found['rows']) == 4 and 'cosine' in out
+        assert code == 0 and len(found['rows']) == 4 and re.search('cosine +gap\n', out)
         gap = [row['gap'] for row in found['rows'] if row['attention'] == 'admm']
         assert len(gap) == 2 and all(0 <= g < 1 for g in gap)
         assert {'attention.png', 'inspect.csv'} <= {p.name for p in result['folder'].iterdir()}
@@ -3962,7 +4032,7 @@ def test_mask_memory():
         b = torch.zeros(500, 1000)
         return b + 1
     assert 4_000_000 <= mask.peak(f, cpu) < 4_001_000
-    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4', vocab_size=50)
+    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4', vocab_size=1000)
     sizes = {way: mask.peak(mask.operation(c, 1024, way, cpu), cpu)
              for way in ('eager', 'sdpa', 'masks')}
     assert sizes['eager'] > 2 * 4 * 1024 * 1024 * 4
@@ -3971,8 +4041,12 @@ def test_mask_memory():
         rows = mask.memory(c, 512, cpu)
     assert list(rows)[-2:] == ['training step', 'with AdamW'] and len(rows) == 6
     parameters = sum(p.numel() for p in mask.GPT2(mask_config(
-        n_head=4, n_embd=64, vocab_size=50, block_size=512)).parameters())
+        n_head=4, n_embd=64, vocab_size=1000, block_size=512)).parameters())
     assert all(size > 4 * parameters for size in rows['inference, last logits'].values())
+    last, every = (rows[f'inference, {what} logits']['sdpa'] for what in ('last', 'all'))
+    assert last < every
+    forward, both = (rows['attention, forward' + more] for more in ('', ' + backward'))
+    assert all(forward[way] < both[way] for way in sizes)
     for way in sizes:  # AdamW keeps two more copies
         extra = rows['with AdamW'][way] - rows['training step'][way]
         assert 7.9 * parameters < extra < 14 * parameters, (extra, parameters)
@@ -4006,6 +4080,7 @@ def test_mask_teacher_is_cached():
         flags = mask_tiny(path, '--max-iters', 1)
         code, out, _, _ = mask_run(*flags)
         assert 'teacher: step 30/30' in out and len(teachers()) == 1
+        assert 'prepare_data.py gpt2' not in out  # that is for texts in its tokens
         code, out, _, _ = mask_run(*flags, '--masks', 'last5', '--lr', 1e-3, '--l1', 0.1)
         assert 'teacher: step' not in out and 'found' in out and len(teachers()) == 1
         for n, more in enumerate((('--seed', 2), ('--teacher-iters', 5), ('--n-layer', 1))):
@@ -4071,6 +4146,21 @@ def test_mask_resume_bit_for_bit():
         assert code == 0 and 'resumed' in out, err
         assert same(weights(whole['folder']), weights(part['folder']))
 
+def test_mask_optimizer():
+    """Alphas have a rate of their own and nothing decays; a teacher's matrices do."""
+    task = MaskStub(mask_config(learning_rate=2e-3, alpha_lr=0.2, beta1=0.8, beta2=0.95,
+                                weight_decay=0.3), mask_teacher())
+    found = {p: g for g in task.optimizer().param_groups for p in g['params']}
+    assert len(found) == sum(p.requires_grad for p in task.model.parameters())
+    for name, p in task.model.named_parameters():
+        if p.requires_grad:
+            group, lr = found[p], 0.2 if name.endswith('alpha') else 2e-3
+            assert (group['lr'], group['betas'], group['weight_decay']) == (lr, (0.8, 0.95), 0)
+    found = {p: g for g in mask.Pretraining.optimizer(task).param_groups for p in g['params']}
+    for p in task.model.parameters():
+        assert (found[p]['lr'], found[p]['betas']) == (2e-3, (0.8, 0.95))
+        assert found[p]['weight_decay'] == (0.3 if p.dim() > 1 else 0)
+
 def test_mask_batches():
     """Batches follow from seed and step; with --samples they are of so many windows."""
     task = MaskStub(mask_config(samples=3, batch_size=8), mask_teacher())
@@ -4080,6 +4170,7 @@ def test_mask_batches():
     assert torch.equal(whole, torch.cat(parts))
     x, y = task.batch(0, [0])
     assert torch.equal(x[:, 1:], y[:, :-1])
+    assert (task.val_starts[0], task.val_starts[-1]) == (0, len(task.text.val) - 17)
 
 def test_mask_actions():
     with folder() as path:
@@ -4100,8 +4191,8 @@ def test_mask_actions():
         assert out.count('found') >= 2 and 'window:8: step' not in out
         code, out, err, texts = mask_run('sample', *out_dir, '--max-new-tokens', 12)
         assert code == 0 and len(texts['samples']) == 7 and out.count('cache') == 14, err
-        texts = [mask_run('sample', *out_dir, '--prompt', 'the quick', '--max-new-tokens', 30,
-                          '--temperature', 0)[3]['samples'] for _ in range(2)]
+        texts = [mask_run('sample', *out_dir, '--prompt', 'the quick', '--max-new-tokens',
+                          30)[3]['samples'] for _ in range(2)]
         assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[0][0][0] == 'the quick'
         code, out, err, result = mask_run('inspect', *flags, '--masks', 'windows')
         names = {'iter', 'layer', 'window:5', 'window:10', 'first:5'}
@@ -4140,7 +4231,8 @@ def test_mask_bad_flags():
     with folder() as path:
         flags = mask_tiny(path)
         for words, *bad in (
-                (['--masks', 'nonsense'], '--masks', 'nonsense'), (['--masks'], '--masks', ''),
+                (['--masks', 'nonsense', ' all, window:N'], '--masks', 'nonsense'),
+                (['--masks'], '--masks', ''),
                 (['--masks'], '--masks', 'window'), (['--masks'], '--masks', 'window:0'),
                 (['--masks'], '--masks', 'window:-3'), (['--masks'], '--masks', 'all:3'),
                 (['--masks'], '--masks', 'window:4+'), (['--masks'], '--masks', 'sinks:1e3'),
@@ -4398,7 +4490,7 @@ def test_prepare_fetch():
             assert len(log) == 1, 'the kept download was fetched again'
 
 def test_prepare_servers():
-    """One that redirects, one that is slow, and one that says nothing at all."""
+    """One that redirects, is slow, says nothing at all, or does not come to an end."""
     body = b'to be or not to be\n' * 25000
     with tempfile.TemporaryDirectory() as d:
         path = pathlib.Path(d, 'a.bin')
@@ -4411,6 +4503,12 @@ def test_prepare_servers():
             with unittest.mock.patch.object(prepare_data, 'TIMEOUT', 0.05):
                 assert 'ReadTimeout' in fetch([url], path, len(body), None)
             assert len(log) == 1 + prepare_data.ATTEMPTS and not path.exists()
+        answer = types.SimpleNamespace(status_code=200, headers={},
+                                       iter_content=lambda _: itertools.repeat(b'x', 99))
+        with unittest.mock.patch('requests.get', lambda *_, **__: contextlib.nullcontext(answer)):
+            assert '4 bytes where 3' in fetch(['endless'], path, 3, None)  # and no byte more
+            answer.headers, answer.iter_content = {'Content-Length': '99'}, None  # not one byte
+            assert '99 bytes where 3' in fetch(['another'], path, 3, None)
 
 def test_prepare_two_at_once():
     """Two processes that prepare the same data: one does it, the other is told so or finds it."""
@@ -4490,6 +4588,9 @@ def test_prepare_cifar():
                 data = bytes(z['images'][1].ravel())
                 assert data == record(len(parts) + 8, [])
             assert prepare(*run, '--no-verify')[0] == meta  # nothing left to do
+            (d / 'data' / name / 'test.npz').unlink()
+            assert prepare_data.prepared(d / 'data' / name) is None
+            assert prepare(*run, '--no-verify')[0] == meta
             before = tree(d / 'data')
             for bad in (whole[:-20], whole[:200], b'<html>', gzip.compress(tar_of(members[1:])),
                         gzip.compress(tar_of([(members[0][0], b'short')] + members[1:]))):
