@@ -42,7 +42,7 @@ gradients of zero.) Where a paper is silent the code says [choice]. What was mea
 stands in README.md.
 """
 import argparse, concurrent.futures, contextlib, csv, functools, hashlib, inspect, itertools, json
-import math, os, re, signal, statistics, struct, sys, zipfile, zlib
+import math, os, re, shutil, signal, statistics, struct, sys, zipfile, zlib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter as now
@@ -847,7 +847,7 @@ def fail(message):
 @functools.cache
 def flags():
     """{field: (type, default, condition on x, help)}, read from the lines of Config."""
-    line = r'^    (\w+): \w+ = [^#\n]+(?:# (?:([^:\n]*\bx\b[^:\n]*): )?(.*))?$'
+    line = r'^    (\w+): \w+ = .+?(?: +# ?(?:([^:\n]*\bx\b[^:\n]*): )?(.*))?$'
     known = {f.name: (f.type, f.default) for f in fields(Config)}
     return {name: (*known[name], condition, words)
             for name, condition, words in re.findall(line, inspect.getsource(Config), re.M)}
@@ -896,7 +896,7 @@ def pick_device(config):
     """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
-    name = f'cuda:{os.environ["LOCAL_RANK"]}' if WORLD > 1 and name == 'cuda' else name
+    name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if name == 'cuda' else name
     dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
     try:
         device = torch.empty(1, device=name).device
@@ -1007,9 +1007,9 @@ def fit(task, config, folder, state=None, label=''):
                 pace = (seconds - log[-1]['seconds']) / len(losses)
                 line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
                          f' | {(config.max_iters - it) * pace / 60:.1f} min left')
-            keep = due or now() - spoke > 30  # away from a terminal only these lines appear
-            if (tty := sys.stdout.isatty()) or keep:  # where a line wraps, it cannot be redrawn
-                print('\r\033[K' * tty + line[:999 if keep else 79], end='\n' * keep, flush=True)
+            cut = None if (keep := due or now() - spoke > 30) else shutil.get_terminal_size()[0] - 1
+            if (tty := sys.stdout.isatty()) or keep:  # a line that wraps could not be redrawn
+                print('\r\033[K' * tty + line[:cut], end='\n' * keep, flush=True)
             spoke = now() if keep else spoke
             losses, log = [], [*log, row]
         if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
@@ -1354,7 +1354,7 @@ def predict(options, config, given):
     config, folder, state = open_run(config, given, options['resume'])
     model, size = ViT(config), config.shape.image_size
     restore(dict(model=model), state)
-    print(f'run     {folder}')
+    print(f'run     {folder}, step {state["progress"][0]}')
     path, names = Path(options['image']), config.classes.split(',')
     try:
         photo = read_photo(path, size, middle=0.875 if size > 64 else 1.0)
@@ -1524,7 +1524,7 @@ def compare(options, config, given):
     for i, (name, c) in enumerate(plan):
         task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
         facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
-                 str(pick_device(c)), SOURCE,
+                 str(pick_device(c)[1:]), SOURCE,
                  Path(task.config.init).stat().st_mtime if task.config.init else '']
         mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
@@ -1540,7 +1540,7 @@ def compare(options, config, given):
 
 def tabulate(runs, base, metrics):
     """Print a comparison, {case: [result of each seed]}, and write it as csv and png."""
-    rows, reference = [], next(iter(runs.values()))
+    rows, reference, wide = [], next(iter(runs.values())), max(19, *map(len, runs))
     every = [r for mine in runs.values() for r in mine]
     mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in every)]
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
@@ -1553,12 +1553,12 @@ def tabulate(runs, base, metrics):
             t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
             seconds=mean(r['seconds'] for r in mine)))
         if case == next(iter(runs)):
-            print(f'\n{metric:19}{"parameters":>11}{"mean ± sd":>18}{"against first row":>18}'
+            print(f'\n{metric:{wide}}{"parameters":>11}{"mean ± sd":>18}{"against first row":>18}'
                   f'{"t":>6}{"seconds":>8}')
-        line = ('{parameters:11,}{mean:9.4f} ± {sd:.4f}{difference:+9.4f} ± {difference_sd:.4f}'
-                '{t:6.1f}{seconds:8.0f}').format(**rows[-1])
-        line = re.sub('(± )?nan', lambda m: ' ' * len(m[0]), line)  # of one seed, or no difference
-        print(f'{case:19}{line}')
+        line = (' {parameters:10,} {mean:8.4f} ± {sd:6.4f} {difference:+8.4f} ± '
+                '{difference_sd:6.4f} {t:5.1f} {seconds:7.0f}').format(**rows[-1])
+        line = re.sub('(± )? *nan', lambda m: ' ' * len(m[0]), line)  # one seed, or no difference
+        print(f'{case:{wide}}{line}')
     write_csv(base / 'compare.csv', rows)
     metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
     lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
