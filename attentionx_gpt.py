@@ -5,39 +5,55 @@
 """A GPT whose attention passes on a residual: AttentionX and BeliefFormer beside plain softmax.
 
 Attention tells a token what its neighbours say: MH = softmax(QK^T / sqrt(d)) V, a weighted sum of
-values. The papers argue, from distributed optimisation, that a layer should pass on how far that
-sum disagrees with the token's own value V. AttentionX subtracts one from the other; BeliefFormer
-keeps the part of MH that is orthogonal to V. Both need only MH and V, so fused kernels still serve.
+values. The papers argue that a layer should pass on how far that sum disagrees with the token's own
+value V. AttentionX subtracts one from the other; BeliefFormer keeps the part of MH that is
+orthogonal to V. Both need only MH and V, so fused kernels still serve.
 
-    AX1  Zhang & Heusdens, AttentionX, first version    AX2  the same, revised
-    BF   BeliefFormer: Belief Attention in Transformer (anonymous, under review)
+    AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
+    BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
+
+The idea comes from PDMM, which minimises a sum of f_i(x_i) over the nodes of a graph such that
+A_ij x_i + A_ji x_j = b_ij on its edges (BF Eq. 1): each node minimises f_i plus what its neighbours
+sent (2); each edge moves its multiplier by rho times the residual b_ij - A_ji x_j - A_ij x_i (3, 4),
+which makes it the sum of all residuals so far (5). With tokens as nodes, V as x, softmax(QK^T) as
+edges and the MLP as f_i, a token's residual is V - MH: how far it is from those it attends to.
 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx_v1
-    [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief
-    [BF Eq. 13]     the same in every head, with a beta of its own       belief_head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief_star, project
-    [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself, else more    default_gamma
+    [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
+    [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
+    [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
+    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
+    [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
 
-    python attentionx_gpt.py --gamma 3                    # train: 2-3 minutes on a CPU, no network
-    python attentionx_gpt.py sample --prompt "def main("  # the newest run continues a text
+    python attentionx_gpt.py --gamma 3                    # train: two minutes on a CPU, no network
+    python attentionx_gpt.py sample --prompt "def main("  # that run continues a text
     python attentionx_gpt.py compare --over attention=softmax,attentionx,belief --seeds 0,1,2
     python attentionx_gpt.py bench                        # what each variant costs
     python attentionx_gpt.py inspect --attention belief   # the discrepancy, layer by layer
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
-    python attentionx_gpt.py --preset belief-124m         # BeliefFormer's: rotary GPT, 5B tokens
 
-Model and recipe follow nanoGPT and, with --arch rotary, modded-nanogpt's branch `casted`; the tests
-hold both against outputs of the originals. Where a paper is silent the code says [choice]. What was
-measured, and on what, stands in README.md.
+The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
+(800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
+
+Lines 1-637 are the paper: method, configuration, model, data, training. What follows is tools.
 """
-import argparse, contextlib, csv, functools, hashlib, inspect, itertools, json, math, os, re
-import shutil, signal, statistics, sys, sysconfig, zipfile, zlib
+import argparse
+import ast
+import csv
+import json
+import linecache
+import math
+import os
+import signal
+import sys
+import sysconfig
+import time
+import zlib
+from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from time import perf_counter as now
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,293 +63,266 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# ------------------------------------ configuration ------------------------------------
+SCRIPT = 'attentionx_gpt'
+RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
+WORLD = int(os.environ.get('WORLD_SIZE', 1))  # of how many
+STOP = []                                     # signals that came: finish the step, save, stop
 
-@dataclass
-class Config:
-    """Every flag of the command line. A comment may open with a condition on the value x."""
-    # the papers' method
-    attention: str = 'attentionx'  # x in ATTENTION: what reaches the output projection
-    gamma: float = None            # 0 < x < 1e6: v1: 0.5; others: 1 with --zero-diag, 3 without
-    zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
-    # model
-    arch: str = 'gpt2'             # x in ('gpt2', 'rotary'): nanoGPT's, or BeliefFormer's model
-    n_layer: int = 3               # x >= 1: blocks
-    n_head: int = 4                # x >= 1: heads in a block
-    n_embd: int = 128              # x >= 1: channels
-    block_size: int = 64           # x >= 2: tokens in a window
-    vocab_size: int = 0            # x == 0 or 2 <= x <= 65536: tokens; 0 for the data's own
-    bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
-    dropout: float = 0.0           # 0 <= x < 1: probability
-    fp8_weights: bool = False      # round weights to float8 e5m2, as `casted` does (rotary)
-    init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
-    # data
-    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = ''            # x in ('', 'bytes', 'gpt2'): of text files; default: bytes
-    # training
-    max_iters: int = 800           # x >= 0: optimiser steps
-    batch_size: int = 32           # 1 <= x <= 1e6: windows in memory at once, per process
-    grad_accum_steps: int = 1      # 1 <= x <= 1e6: batches in an optimiser step, over all processes
-    learning_rate: float = 2e-3    # 0 < x <= 100: at its peak
-    min_lr: float = 2e-4           # 0 <= x <= 100: where the cosine ends, below that peak
-    schedule: str = 'cosine'       # x in ('cosine', 'trapezoid', 'step', 'constant'): after warmup
-    warmup_iters: int = 100        # x >= 0: steps of linear warmup
-    warmdown_iters: int = 0        # x >= 0: last steps, down to 0 (trapezoid) or at 0.1 (step)
-    weight_decay: float = 0.1      # 0 <= x <= 100: AdamW's, on matrices
-    beta1: float = 0.9             # 0 <= x < 1: AdamW's first moment
-    beta2: float = 0.99            # 0 <= x < 1: AdamW's second moment
-    grad_clip: float = 1.0         # 0 <= x < 1e9: largest gradient norm; 0 for no clipping
-    eval_interval: int = 100       # x >= 1: steps between evaluations, and between checkpoints
-    eval_rows: int = 640           # 1 <= x <= 1e6: validation windows, the same ones every time
-    log_interval: int = 10         # x >= 1: steps between lines in log.csv
-    max_minutes: float = 0.0       # 0 <= x < 1e9: save and stop a run after so long; 0: never
-    # machine
-    seed: int = 1337               # 0 <= x < 2**32: of weights, batches and dropout
-    device: str = 'auto'           # x.startswith(('auto', 'cpu', 'cuda', 'mps')): say cuda:1
-    dtype: str = 'auto'            # x in ('auto', 'float32', 'bfloat16', 'float16'): of matmuls
-    compile: bool = False          # torch.compile the model
-    threads: int = 1               # 0 <= x <= 1024: CPU threads; 0 for PyTorch's default
-    out_dir: str = 'out'           # where runs are written
-
-    def __post_init__(self):
-        check(self)
-        default_gamma(self.attention, self.zero_diag, self.gamma)
-        if self.n_embd % self.n_head or self.arch == 'rotary' and self.n_embd // self.n_head % 2:
-            raise ValueError(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head},'
-                             ' an even one with --arch rotary')
-        if self.arch == 'rotary' and (self.bias or self.dropout):
-            raise ValueError('--arch rotary has no --bias and no --dropout')
-        if self.arch == 'gpt2' and self.fp8_weights:
-            raise ValueError('--fp8-weights goes with --arch rotary')
-
-    @property
-    def variant(self):
-        return self.attention + '-zd' * self.zero_diag
-
-GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='openwebtext',
-                  beta2=0.95, threads=0)
-PRESETS = {
-    'tiny': {},
-    't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2,
-               max_iters=3000, learning_rate=1e-3, min_lr=1e-4, eval_interval=250, threads=0),
-    # AX1 and AX2 name nanoGPT and "a small subset of openwebtext", no more: [choice] its recipe
-    'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
-                     max_iters=600000, learning_rate=6e-4, min_lr=6e-5, warmup_iters=2000,
-                     eval_interval=1000, eval_rows=2400),
-    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens
-    'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', fp8_weights=True,
-                        vocab_size=50257, batch_size=16, grad_accum_steps=32, max_iters=9536,
-                        learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
-                        warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_rows=1280),
-}
-TABLES = {  # `compare --table NAME`: rows of settings, the papers' experiments among them
-    'all': {name: dict(attention=name) for name in (
-        'softmax', 'attentionx', 'attentionx-v1', 'belief', 'belief-head', 'belief-star',
-        'softmax-scaled', 'value-skip')},
-    'ax1': {'softmax': dict(attention='softmax'),
-            'attentionx-v1': dict(attention='attentionx-v1', gamma=0.5)},
-    'ax2': {'softmax': dict(attention='softmax'),
-            'attentionx': dict(attention='attentionx', gamma=3.0)},
-    'bf': {'transformer': dict(attention='softmax'), 'beliefformer': dict(attention='belief'),
-           'beliefformer*': dict(attention='belief-star')},
-}
+def fail(message):
+    """Stop with one line on what the user can do about it."""
+    print(f'{SCRIPT}: error: {message}', file=sys.stderr)
+    raise SystemExit(2)
 
 # ------------------------------------ the papers' method ------------------------------------
-# Every variant is s MH + t V with scalars s and t per token, or per token and head.
-
 def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     """MH = softmax(QK^T / sqrt(hs)) V, causal.  [BF Eq. 9]
 
     q (B, nh, Tq, hs), k and v (B, nh, T, hs) with Tq = T, or 1 with a cache -> (B, Tq, nh, hs).
     With zero_diag a token attends only to those before it; the first has none and gets zeros.
     """
-    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout)
-    Tq, T = q.size(2), k.size(2)
-    assert Tq in (1, T), 'is_causal would align anything else with the first keys'
-    if not zero_diag:
-        return attend(q, k, v, is_causal=Tq > 1).transpose(1, 2)
-    if T == 1:
-        return torch.zeros_like(v).transpose(1, 2)
-    # Queries 1..T-1 against keys 0..T-2 are causal once more: no mask, and the fast kernel stays.
-    first = int(Tq == T)
-    mh = attend(q[:, :, first:], k[:, :, :-1], v[:, :, :-1], is_causal=Tq > 1).transpose(1, 2)
-    return F.pad(mh, (0, 0, 0, 0, first, 0))
+    causal = q.size(2) > 1  # one query, with a cache, sees all keys
+    first = int(zero_diag and q.size(2) == k.size(2))  # queries without any key
+    if zero_diag:  # queries 1..T-1 against keys 0..T-2 are causal once more: no mask is needed
+        q, k, v = q[:, :, first:], k[:, :, :-1], v[:, :, :-1]
+    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    return F.pad(mh, (0, 0, first, 0)).transpose(1, 2)
 
-def inner(mh, v):
-    """<MH, V> and <V, V> in every head, (B, T, nh, hs) -> two of (B, T, nh, 1).
+def orthogonal(mh, v, dims):
+    """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V.
 
-    ||V||^2 overflows float16 once V's rms passes 9.2 at 768 channels: both are float32 at least.
+    ||V||^2 overflows float16 once V's rms passes 9.2 at 768 channels: this is float32 at least.
     """
     wide = torch.promote_types(v.dtype, torch.float32)
-    mh, v = mh.to(wide), v.to(wide)
-    return (mh * v).sum(-1, keepdim=True), (v * v).sum(-1, keepdim=True)
+    x, y = mh.to(wide), v.to(wide)
+    mh_v = (x * y).sum(dims, keepdim=True)
+    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] nothing to take where V = 0
+    return (x - mh_v / v_v * y).to(mh.dtype)
 
-def ratio(mh_v, v_v):
-    """<MH,V> / <V,V>, 0 where V is zero. [choice] The papers divide by zero there."""
-    return mh_v / v_v.clamp_min(torch.finfo(v_v.dtype).tiny)
-
-def orthogonal(mh, v, mh_v, v_v):
-    """MH - (<MH,V> / <V,V>) V, the part of MH orthogonal to V."""
-    return (mh - ratio(mh_v, v_v) * v).to(mh.dtype)
-
-# One signature: MH and V (B, T, nh, hs), gamma -> what reaches the output projection(s).
-
-def softmax(mh, v, gamma):
-    """MH, standard attention.  [BF Eq. 9]"""
-    return mh
-
-def attentionx(mh, v, gamma):
-    """V - gamma MH.  [AX2 Eq. 10]"""
-    return v - gamma * mh
-
-def attentionx_v1(mh, v, gamma):
-    """gamma V - MH.  [AX1 Eq. 9]"""
-    return gamma * v - mh
-
-def belief(mh, v, gamma):
-    """MH - alpha V, one projection of the token's whole vector, all heads together.  [BF Eq. 10]"""
-    mh_v, v_v = inner(mh, v)
-    return orthogonal(mh, v, mh_v.sum(-2, keepdim=True), v_v.sum(-2, keepdim=True))
-
-def belief_head(mh, v, gamma):
-    """MH - beta V, a projection in every head; since 2026 Exclusive Self Attention.  [BF Eq. 13]"""
-    return orthogonal(mh, v, *inner(mh, v))
-
-def belief_star(mh, v, gamma):
-    """MH - alpha V and MH - beta V, each with an output matrix of its own.  [BF Eq. 15]"""
-    mh_v, v_v = inner(mh, v)
-    delta = orthogonal(mh, v, mh_v.sum(-2, keepdim=True), v_v.sum(-2, keepdim=True))
-    return delta, orthogonal(mh, v, mh_v, v_v)
-
-def softmax_scaled(mh, v, gamma):
-    """gamma MH, a control: AttentionX's larger term without its V."""
-    return gamma * mh
-
-def value_skip(mh, v, gamma):
-    """MH + V, a control: AttentionX's V without its minus sign."""
-    return mh + v
-
-ATTENTION = {
-    'softmax': softmax, 'attentionx': attentionx, 'attentionx-v1': attentionx_v1,
-    'belief': belief, 'belief-head': belief_head, 'belief-star': belief_star,
-    'softmax-scaled': softmax_scaled, 'value-skip': value_skip,
+ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
+    'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
+    'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
+    'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
+    'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
+    # in every head; published alone as Exclusive Self Attention  [BF Eq. 13]
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),
+    # both, each with an output matrix of its own  [BF Eq. 15]
+    'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
+    'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # two controls
+    'value-skip': lambda mh, v, gamma: mh + v,
 }
 
-def default_gamma(attention, zero_diag, gamma=None):
-    """Gamma, or the papers' choice of it; ValueError out of range.  [AX2 Sec. 3.2]"""
-    if gamma is None:
-        return 0.5 if attention == 'attentionx-v1' else 1.0 if zero_diag else 3.0
-    if attention == 'attentionx' and not gamma >= 1:
-        raise ValueError(f'--gamma {gamma:g}: attentionx takes [1, inf), attentionx-v1 (0, 1]')
-    if attention == 'attentionx-v1' and not 0 < gamma <= 1:
-        raise ValueError(f'--gamma {gamma:g}: attentionx-v1 takes (0, 1], attentionx [1, inf)')
-    return gamma
+def default_gamma(c):
+    """c.gamma or, where that is None, the papers' choice.  [AX2 Sec. 3.2]"""
+    if c.gamma is None:
+        return 0.5 if c.attention == 'attentionx-v1' else 1.0 if c.zero_diag else 3.0
+    return c.gamma
+
+# ------------------------------------ configuration ------------------------------------
+@dataclass
+class Config:
+    """Every field is a flag: --n-layer 6, --zero-diag, --no-zero-diag. --help prints this."""
+    # the papers' method
+    attention: str = 'attentionx'  # a name in ATTENTION: what reaches the output projection
+    gamma: float = None            # default: 0.5 for v1; others 1 with zero_diag, 3 without
+    zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
+    # model
+    arch: str = 'gpt2'             # gpt2: nanoGPT's; rotary: modded-nanogpt's, as in BeliefFormer
+    n_layer: int = 3
+    n_head: int = 4
+    n_embd: int = 128
+    block_size: int = 64           # tokens in a window
+    vocab_size: int = 0            # 0: as many as the data's tokenizer has
+    bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
+    dropout: float = 0.0
+    fp8_weights: bool = False      # round weights to float8 e5m2, as `casted` does
+    init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
+    # data
+    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
+    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data know theirs
+    # training
+    seed: int = 1337               # of weights, batches and dropout
+    max_iters: int = 800           # optimiser steps
+    batch_size: int = 32           # windows in memory at once, shared among the processes
+    grad_accum_steps: int = 1      # batches in an optimiser step
+    learning_rate: float = 2e-3    # at its peak
+    min_lr: float = 0.1            # where the cosine ends, times learning_rate
+    schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
+    warmup_iters: int = 100
+    warmdown_iters: int = 0        # last steps: down to 0 (trapezoid) or at a tenth (step)
+    weight_decay: float = 0.1      # AdamW's, on matrices
+    beta1: float = 0.9
+    beta2: float = 0.99
+    grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
+    eval_interval: int = 100       # steps between evaluations, and between checkpoints
+    eval_rows: int = 640           # validation windows, the same ones every time
+    dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
+    # machine: from here on nothing makes it another run, so the same command may change it
+    device: str = 'auto'           # cpu, cuda, cuda:1, mps
+    compile: bool = False          # torch.compile the model
+    threads: int = 1               # CPU threads; 0 for PyTorch's default
+    log_interval: int = 50         # steps between lines of the log
+    max_minutes: float = 0.0       # save and stop a run after so long; 0: never
+    fresh: bool = False            # train anew what was stopped or finished
+    out_dir: str = 'out'           # where runs are written
+    # actions
+    run: str = ''                  # sample: a run's folder; default: the last one of train
+    prompt: str = '\ndef '         # sample: a text to continue
+    new_tokens: int = 300          # sample
+    temperature: float = 0.8       # sample: 0 takes the likeliest token
+    top_k: int = 0                 # sample: choose among the k likeliest; 0: among all
+    over: list = ()                # compare, bench: FIELD=A,B; may be repeated
+    table: str = ''                # compare, bench: a name in TABLES; default: the first
+    seeds: str = '0,1,2'           # compare: a run each
+    best: str = ''                 # compare: FIELD of --over, such as learning_rate, at its best
+    final_seeds: str = ''          # compare --best: judge what --seeds have chosen by these
+    rounds: int = 20               # bench
+
+    def __post_init__(self):
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                fail(f'--{name} {getattr(self, name)}: choose from {", ".join(allowed)}')
+        gamma = default_gamma(self)
+        fits = {'attentionx': gamma >= 1, 'attentionx-v1': 0 < gamma <= 1}
+        if not fits.get(self.attention, True):
+            fail(f'--gamma {gamma:g}: attentionx takes 1 or more, attentionx-v1 (0, 1]')
+        if self.n_embd % (2 * self.n_head):
+            fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
+        if self.batch_size % WORLD:
+            fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
+
+    @property
+    def variant(self):
+        return self.attention + '-zd' * self.zero_diag
+
+    @property
+    def units_per_step(self):
+        return self.batch_size * self.grad_accum_steps * self.block_size
+
+GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='openwebtext',
+                  beta2=0.95, threads=0)
+PRESETS = {
+    'tiny': {},
+    't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2,
+               max_iters=3000, learning_rate=1e-3, eval_interval=250, threads=0),
+    # AX1 and AX2 name nanoGPT and "a small subset of openwebtext", no more: [choice] its recipe
+    'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
+                     max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
+                     eval_rows=2400),
+    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens
+    'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', fp8_weights=True,
+                        vocab_size=50257, batch_size=16, grad_accum_steps=32, max_iters=9536,
+                        learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
+                        warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_rows=1280),
+}
+TABLES = {  # rows for `compare --table NAME`: the papers' experiments
+    'all': {name: dict(attention=name) for name in ATTENTION},
+    'ax1': {name: dict(attention=name) for name in ('softmax', 'attentionx-v1')},
+    'ax2': {name: dict(attention=name) for name in ('softmax', 'attentionx')},
+    'bf': {name: dict(attention=name) for name in ('softmax', 'belief', 'belief-star')},
+}
+CHOICES = {
+    'attention': ATTENTION, 'arch': ('gpt2', 'rotary'), 'tokenizer': ('bytes', 'gpt2'),
+    'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
+    'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
+}
 
 # ------------------------------------ model ------------------------------------
-
 def rotate(x, past=0):
     """Rotary position embedding, base 10000, of x (B, T, nh, hs) from position `past` on."""
-    T, hs = x.size(1), x.size(3)
+    hs = x.size(3)
     inv_freq = 10000 ** -(torch.arange(0, hs, 2, device=x.device).float() / hs)
-    angle = torch.outer(torch.arange(past, past + T, device=x.device).float(), inv_freq)
-    cos, sin = (f(angle)[:, None, :].to(x.dtype) for f in (torch.cos, torch.sin))  # (T, 1, hs/2)
+    position = torch.arange(past, past + x.size(1), device=x.device).float()
+    angle = torch.outer(position, inv_freq)  # (T, hs/2)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
 class Float8Linear(nn.Linear):
     """A linear layer whose weights, scaled by their mean size, are rounded to float8 e5m2."""
-
     def forward(self, x):
         w = self.weight.detach()
         scale = w.abs().mean()
         rounded = (w / scale).to(torch.float8_e5m2).to(w.dtype) * scale
         return F.linear(x, self.weight + (rounded - w))  # the gradient goes straight through
 
-def make_norm(config):
+def make_norm(c):
     """LayerNorm or, in the rotary model, x / rms(x) over the channels, without parameters."""
-    if config.arch == 'rotary':
-        return nn.RMSNorm(config.n_embd, eps=1e-6, elementwise_affine=False)
-    return nn.LayerNorm(config.n_embd, bias=config.bias)
+    if c.arch == 'rotary':
+        return nn.RMSNorm(c.n_embd, eps=1e-6, elementwise_affine=False)
+    return nn.LayerNorm(c.n_embd, bias=c.bias)
 
 class CausalSelfAttention(nn.Module):
-
-    def __init__(self, config, linear):
+    def __init__(self, c):
         super().__init__()
-        C = config.n_embd
-        self.config = config
-        self.gamma = default_gamma(config.attention, config.zero_diag, config.gamma)
-        self.c_attn = linear(C, 3 * C, bias=config.bias)
-        self.c_proj = linear(C, C, bias=config.bias)                        # W^o
-        if config.attention == 'belief-star':
-            self.c_proj_s = linear(C, C, bias=False)                        # W^s
+        self.config = c
+        self.gamma = default_gamma(c)
+        linear = Float8Linear if c.fp8_weights else nn.Linear
+        self.c_attn = linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.c_proj = linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
+        if c.attention == 'belief-star':
+            self.c_proj_s = linear(c.n_embd, c.n_embd, bias=False)  # W^s
 
     def qkv(self, x, past=0):
         """x (B, T, C), its first token at position `past` -> q, k, v (B, T, nh, hs)."""
-        qkv = self.c_attn(x).unflatten(2, (3, self.config.n_head, -1))      # (B, T, 3, nh, hs)
-        q, k, v = qkv.unbind(2)                                             # (B, T, nh, hs)
-        return (rotate(q, past), rotate(k, past), v) if self.config.arch == 'rotary' else (q, k, v)
-
-    def project(self, update):
-        """What a function of ATTENTION returns -> (B, T, C)."""
-        if isinstance(update, tuple):
-            delta, delta_s = update
-            return self.c_proj(delta.flatten(2)) + self.c_proj_s(delta_s.flatten(2))  # [BF Eq. 15]
-        return self.c_proj(update.flatten(2))
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.config.n_head, -1)).unbind(2)
+        if self.config.arch == 'rotary':
+            q, k = rotate(q, past), rotate(k, past)
+        return q, k, v
 
     def forward(self, x, cache=None):
-        """x (B, T, C) -> (B, T, C). `cache`, a dict, keeps k and v of all tokens so far."""
-        q, k, v = self.qkv(x, past=cache['k'].size(1) if cache else 0)      # (B, T, nh, hs)
+        """x (B, T, C) -> (B, T, C). A cache, {} at first, keeps k and v of all tokens so far."""
+        q, k, v = self.qkv(x, cache['k'].size(1) if cache else 0)
         keys, values = k, v
         if cache:
             keys, values = torch.cat([cache['k'], k], 1), torch.cat([cache['v'], v], 1)
         if cache is not None:
             cache.update(k=keys, v=values)
-        heads = (t.transpose(1, 2) for t in (q, keys, values))              # (B, nh, T, hs)
-        dropout = self.config.dropout if self.training else 0.0
-        mh = multi_head(*heads, self.config.zero_diag, dropout)             # (B, T, nh, hs)
-        return self.project(ATTENTION[self.config.attention](mh, v, self.gamma))
+        mh = multi_head(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
+                        self.config.zero_diag, self.config.dropout if self.training else 0.0)
+        update = ATTENTION[self.config.attention](mh, v, self.gamma)  # (B, T, nh, hs)
+        if self.config.attention == 'belief-star':
+            delta, delta_s = update
+            return self.c_proj(delta.flatten(2)) + self.c_proj_s(delta_s.flatten(2))  # [BF Eq. 15]
+        return self.c_proj(update.flatten(2))
 
 class MLP(nn.Module):
-
-    def __init__(self, config, linear):
+    def __init__(self, c):
         super().__init__()
-        self.c_fc = linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        linear = Float8Linear if c.fp8_weights else nn.Linear
+        self.c_fc = linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.c_proj = linear(4 * c.n_embd, c.n_embd, bias=c.bias)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x)))
 
 class Block(nn.Module):
-
-    def __init__(self, config):
+    def __init__(self, c):
         super().__init__()
-        linear = Float8Linear if config.fp8_weights else nn.Linear
-        self.ln_1 = make_norm(config)
-        self.attn = CausalSelfAttention(config, linear)
-        self.ln_2 = make_norm(config)
-        self.mlp = MLP(config, linear)
-        self.drop = nn.Dropout(config.dropout)
-        self.attn_scale = (2 * config.n_layer) ** -0.5 if config.arch == 'rotary' else 1.0
+        self.ln_1 = make_norm(c)
+        self.attn = CausalSelfAttention(c)
+        self.ln_2 = make_norm(c)
+        self.mlp = MLP(c)
+        self.drop = nn.Dropout(c.dropout)
+        self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0
 
     def forward(self, x, cache=None):
         x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x), cache))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
-LOGITS = 2 ** 25  # logits held at once: 128 MB in float32
+LOGITS = 2 ** 25  # held at once: 128 MB in float32
 
 class GPT(nn.Module):
     """nanoGPT's GPT-2 or, by config.arch, the rotary one, with the originals' state-dict keys."""
-
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config = c = config
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd) if config.arch == 'gpt2' else None,
-            drop=nn.Dropout(config.dropout),
-            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            ln_f=make_norm(config)))
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            wte=nn.Embedding(c.vocab_size, c.n_embd),
+            wpe=nn.Embedding(c.block_size, c.n_embd) if c.arch == 'gpt2' else None,
+            drop=nn.Dropout(c.dropout),
+            h=nn.ModuleList(Block(c) for _ in range(c.n_layer)),
+            ln_f=make_norm(c)))
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
         for name, p in self.named_parameters():
             self.init_parameter(name, p)
@@ -341,626 +330,406 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name, p):
         """Each tensor has a generator of its own, so that variants start alike where they are."""
-        c, kind = self.config, name.rpartition('.')[2]
+        c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
-        if kind == 'bias':
+        matrix = name.endswith('.weight') and p.dim() == 2  # others keep what they were made with
+        if name.endswith('.bias'):
             p.zero_()
-        elif kind != 'weight' or p.dim() < 2:
-            return  # gains of norms, and what you may add, keep the values they were made with
-        elif c.arch == 'rotary':
+        elif matrix and c.arch == 'rotary':
             p.uniform_(-p.size(1) ** -0.5, p.size(1) ** -0.5, generator=generator)
-        else:
+        elif matrix:
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
 
-    def features(self, idx, cache=None):
-        """idx (B, T) -> what the output layer sees, (B, T, C)."""
-        x = self.transformer.wte(idx)                                       # (B, T, C)
+    def embed(self, idx, past=0):
+        """idx (B, T) from position `past` on -> (B, T, C)."""
+        x = self.transformer.wte(idx)
         if self.config.arch == 'gpt2':
-            past = cache[0]['k'].size(1) if cache and cache[0] else 0
             position = torch.arange(past, past + idx.size(1), device=idx.device)
             x = self.transformer.drop(x + self.transformer.wpe(position))
-        for i, block in enumerate(self.transformer.h):
-            x = block(x, cache[i] if cache else None)
-        return self.transformer.ln_f(x)
+        return x
 
-    def token_losses(self, x, targets):
-        """Cross-entropy in nats, features x (B, T, C) and targets (B, T) -> (B T,).
-
-        With 50,000 tokens the logits outweigh the model. So they are made, used and forgotten chunk
-        by chunk, and made again in the backward pass: one more product, and B T may be any number.
-        """
-        def chunk(x, targets):
-            return F.cross_entropy(self.lm_head(x), targets, ignore_index=-1, reduction='none')
-        x, targets = x.flatten(0, 1), targets.flatten()                     # (B T, C), (B T,)
-        rows = max(1, LOGITS // self.config.vocab_size)
-        return torch.cat([checkpoint(chunk, a, b, use_reentrant=False, preserve_rng_state=False)
-                          for a, b in zip(x.split(rows), targets.split(rows))])
+    def chunk_loss(self, x, targets):
+        """Features (N, C), targets (N) -> the sum of their losses."""
+        return F.cross_entropy(self.lm_head(x), targets, ignore_index=-1, reduction='sum')
 
     def forward(self, idx, targets=None, cache=None):
-        """idx, targets (B, T) -> logits (B, T, V), loss in nats per token; targets -1 don't count.
+        """idx, targets (B, T) -> logits (B, T, V), loss in nats per token, over targets >= 0.
 
-        Without targets: logits of the last position only (B, 1, V), loss None. Where they would be
-        more than LOGITS numbers, logits never exist as a whole, and None stands in their place.
-        `cache`, one dict per layer, empty at first, lets further calls go on, a token at a time.
+        Without targets: logits of the last position (B, 1, V), and None. More than LOGITS of them
+        are made in chunks, forgotten, and made again in the backward pass: None, and the loss.
         """
-        x = self.features(idx, cache)
+        x = self.embed(idx, cache[0]['k'].size(1) if cache and cache[0] else 0)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, cache[i] if cache else None)
+        x = self.transformer.ln_f(x)  # (B, T, C)
         if targets is None:
             return self.lm_head(x[:, [-1]]), None
-        if targets.numel() * self.config.vocab_size > LOGITS:
-            return None, self.token_losses(x, targets).sum() / (targets != -1).sum()
-        logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        if targets.numel() * self.config.vocab_size <= LOGITS:
+            logits = self.lm_head(x)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        total, rows = 0.0, LOGITS // self.config.vocab_size
+        for a, b in zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows)):
+            total = total + checkpoint(self.chunk_loss, a, b, use_reentrant=False)
+        return None, total / (targets != -1).sum()
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
-        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 (below 1e-3) takes the likeliest.
-
-        Past block_size the window slides as nanoGPT's does: every position shifts, nothing cached
-        holds any longer, and each further token costs a pass over the whole window.
-        """
-        cache, new = [{} for _ in self.transformer.h], idx
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token. Past
+        block_size the window slides, all positions shift, and nothing cached holds any longer."""
+        new, cache = idx, [{} for _ in self.transformer.h]
         for _ in range(max_new_tokens):
-            if use_cache and idx.size(1) <= self.config.block_size:
-                logits, _ = self(new, cache=cache)
-            else:
-                logits, _ = self(idx[:, -self.config.block_size:])
-            logits = logits[:, -1].float()                                  # (B, V)
-            if temperature < 1e-3:
-                new = logits.argmax(-1, keepdim=True)                       # (B, 1)
+            if idx.size(1) > self.config.block_size:
+                new, cache = idx[:, -self.config.block_size:], None
+            logits = self(new, cache=cache)[0][:, -1].float()  # (B, V)
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)  # (B, 1)
             else:
                 if top_k:
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-                    logits = logits.masked_fill(logits < kth, -math.inf)
+                    logits[logits < kth] = -math.inf
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
 
 # ------------------------------------ data ------------------------------------
-
-def get_tokenizer(name, needed=True):
-    """`bytes` (256 tokens, no files) or `gpt2` (from tiktoken's cache or the network; or None)."""
+def get_tokenizer(name):
+    """`bytes`, 256 tokens, no files, or `gpt2`, which tiktoken fetches once."""
     import tiktoken
-    if name == 'bytes':
-        return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
-                                 mergeable_ranks={bytes([i]): i for i in range(256)})
-    try:
+    if name == 'gpt2':
         return tiktoken.get_encoding('gpt2')
-    except Exception as e:  # whatever the network or the cache may raise
-        (fail if needed else print)(
-            f'tiktoken cannot get its gpt2 files ({type(e).__name__}): go online once, name a '
-            'folder that has them in TIKTOKEN_CACHE_DIR, or use --tokenizer bytes')
+    return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
+                             mergeable_ranks={bytes([i]): i for i in range(256)})
 
-def load_text(config):
-    """config.data -> train and val (tokens), tokenizer, vocab_size, about, stamp (changes with the
-    data), bytes_per_token (of the validation text; None: unknown)."""
-    path = Path(config.data)
-    if config.data == 'builtin':
+def read_text(c):
+    """Two texts, to train and to validate on: every tenth file, or the last tenth of one file."""
+    if c.data == 'builtin':
         files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
-        parts = [f.read_text('utf-8', errors='replace') for f in files]
-        val = parts[9::10]
-        del parts[9::10]
-        about = "the source of Python %d.%d's standard library" % sys.version_info[:2]
-        text = encode(''.join(parts), ''.join(val), about, config.tokenizer or 'bytes')
-    elif path.is_file():
-        try:
-            whole = path.read_bytes().decode('utf-8-sig')  # without the mark some editors put first
-        except ValueError as e:
-            fail(f'--data {path} is not utf-8 text ({e})')
-        cut = len(whole) * 9 // 10
-        text = encode(whole[:cut], whole[cut:], str(path), config.tokenizer or 'bytes')
-    else:
-        text = load_bins(path if path.is_dir() else Path('data', config.data))
-    if config.tokenizer not in ('', text.tokenizer) or 0 < config.vocab_size < text.vocab_size:
-        fail(f'--data {config.data} has {text.vocab_size} {text.tokenizer} tokens: no other '
-             '--tokenizer and no smaller --vocab-size fit')
-    for name, tokens in (('training', text.train), ('validation', text.val)):
-        if len(tokens) <= config.block_size + 1:
-            fail(f'--data {config.data}: {len(tokens)} {name} tokens do not fill a window; '
-                 f'give more text or a --block-size under {config.block_size}')
-    return text
+        texts = [f.read_text('utf-8', errors='replace') for f in files]
+        train = [text for i, text in enumerate(texts) if i % 10 < 9]
+        return ''.join(train), ''.join(texts[9::10])
+    if not Path(c.data).is_file():
+        fail(f'--data {c.data}: no such file; python prepare_data.py --list names what there is')
+    text = Path(c.data).read_text('utf-8-sig', errors='replace')
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
 
-def encode(train, val, about, tokenizer):
-    encoding = get_tokenizer(tokenizer)
-    tokens = [np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in (train, val)]
-    return SimpleNamespace(
-        train=tokens[0], val=tokens[1], tokenizer=tokenizer, vocab_size=encoding.n_vocab,
-        about=f'{about}, {tokenizer} as tokens', stamp=zlib.crc32((train + val).encode()),
-        bytes_per_token=len(val.encode()) / max(1, len(tokens[1])))
-
-def load_bins(folder):
-    """A folder with train.bin and val.bin (uint16 tokens, nanoGPT's format) and meta.json."""
-    if not folder.is_dir():
-        fail(f'--data {folder}: no such file or folder; `python prepare_data.py --list` names more')
-    try:
+def load_data(c):
+    """c.data -> train and val (uint16 tokens), their tokenizer, val's bytes (None: unknown)."""
+    folder = Path('data', c.data)
+    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
-        train, val = (np.memmap(folder / name, np.uint16, 'r') for name in ('train.bin', 'val.bin'))
-        known = meta.get('bytes', {}).get('val')
-        if meta['tokenizer'] not in ('bytes', 'gpt2') or not 2 <= meta['vocab_size'] <= 65536:
-            raise ValueError(f'{meta["tokenizer"]!r} tokens, {meta["vocab_size"]} of them')
-        return SimpleNamespace(
-            train=train, val=val, tokenizer=meta['tokenizer'], vocab_size=int(meta['vocab_size']),
-            about=f'{folder}: {meta.get("source", "")}, {meta["tokenizer"]} as tokens',
-            stamp=[(f.stat().st_size, f.stat().st_mtime) for f in sorted(folder.glob('*.bin'))],
-            bytes_per_token=known / len(val) if known else None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        fail(f'{folder} is no prepared text ({type(e).__name__}: {e}): it needs train.bin, val.bin '
-             'of uint16 tokens and a meta.json like {"tokenizer": "gpt2", "vocab_size": 50257}')
+        train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
+        tokenizer, val_bytes = meta['tokenizer'], meta.get('bytes', {}).get('val')
+    else:
+        texts = read_text(c)
+        tokenizer, val_bytes = c.tokenizer, len(texts[1].encode())
+        encode = get_tokenizer(tokenizer).encode_ordinary
+        train, val = [np.array(encode(text), dtype=np.uint16) for text in texts]
+    vocab_size = dict(bytes=256, gpt2=50257)[tokenizer]
+    if 0 < c.vocab_size < vocab_size:
+        fail(f'--vocab-size {c.vocab_size}: {tokenizer} has {vocab_size} tokens')
+    if min(len(train), len(val)) <= c.block_size + 1:
+        fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
+    about = f'{c.data}, {len(train):,} tokens ({tokenizer})'
+    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size,
+                           val_bytes=val_bytes, about=about)
 
-def windows(tokens, starts, config, device):
+# ------------------------------------ training ------------------------------------
+# What the loop below knows of GPTs: these names and functions.
+METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
+BETTER = min          # the less the better
+RESULTS = [METRIC]    # what `compare` tables at the end
+UNIT = 'tokens'       # what c.units_per_step counts
+
+def make_model(c, data):
+    """A model on the CPU. Its config has what the data decide; without data, c has that already."""
+    if data:
+        c = replace(c, vocab_size=c.vocab_size or data.vocab_size, tokenizer=data.tokenizer)
+    model = GPT(c)
+    if c.init and data:
+        load_weights(model, c.init)
+    return model
+
+def load_weights(model, path):
+    """A checkpoint of this script, of nanoGPT or of `casted`: their keys are ours, but for what
+    torch.compile puts before them, and for masks and frequencies."""
+    saved = load_checkpoint(path, own=False)
+    weights = {key.removeprefix('_orig_mod.'): p for key, p in saved.get('model', saved).items()
+               if not key.endswith(('.attn.bias', '.inv_freq'))}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        fail(f'--init {path} does not fit: {" ".join(str(error).split())[:200]}')
+
+def make_optimizer(model, c):
+    """AdamW; weights of matrices and embeddings decay, and nothing else does."""
+    decay, keep = [], []
+    for name, p in model.named_parameters():
+        group = decay if name.endswith('.weight') and p.dim() == 2 else keep
+        group.append(p)
+    groups = [dict(params=decay, weight_decay=c.weight_decay), dict(params=keep, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2))
+
+def windows(tokens, starts, c, device):
     """The tokens from each start on, and the same one step later: two of (B, T), int64."""
-    x = np.stack([tokens[s:s + config.block_size + 1] for s in starts]).astype(np.int64)
-    if x.max() >= config.vocab_size:
-        fail(f'--data {config.data} has token {x.max()} in a vocabulary of {config.vocab_size}: '
-             'its meta.json belongs to other .bin files')
-    x = torch.from_numpy(x)
-    x = x.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else x.to(device)
+    x = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
+    x = torch.from_numpy(x).to(device)
     return x[:, :-1], x[:, 1:]
 
-# --- harness (identical in all four scripts; test_all.py checks)
-SCRIPT, SOURCE = Path(__file__).stem, Path(__file__).read_text('utf-8')  # as it runs
-RANK, WORLD = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-FREE = {'max_iters', 'eval_interval', 'eval_rows', 'log_interval', 'max_minutes', 'device',
-        'dtype', 'compile', 'threads', 'out_dir'}  # flags that may change when a run is resumed
+def get_batch(data, c, step, micro, device):
+    """This process's rows of micro-batch `micro`. They follow from seed and step alone: every
+    variant sees the same, and a run that goes on sees what it would have seen."""
+    last, size = len(data.train) - c.block_size, (c.grad_accum_steps, c.batch_size)
+    starts = np.random.default_rng([c.seed, step]).integers(last, size=size)
+    return windows(data.train, starts[micro, RANK::WORLD], c, device)
 
-def fail(message):
-    print(f'{SCRIPT}: error: {" ".join(str(message).split())}', file=sys.stderr, flush=True)
-    raise SystemExit(2)
+def loss_of(model, batch, c):
+    return model(*batch)[1]
 
-@functools.cache
-def flags():
-    """{field: (type, default, condition on x, help)}, read from the lines of Config."""
-    line = r'^    (\w+): \w+ = .+?(?: +# ?(?:([^:\n]*\bx\b[^:\n]*): )?(.*))?$'
-    known = {f.name: (f.type, f.default) for f in fields(Config)}
-    return {name: (*known[name], condition, words)
-            for name, condition, words in re.findall(line, inspect.getsource(Config), re.M)}
+@torch.no_grad()
+def evaluate(model, data, c, device):
+    """Loss on the same windows every time, spread evenly over the validation text."""
+    last = len(data.val) - c.block_size - 1
+    starts = np.unique(np.linspace(0, last, c.eval_rows).astype(np.int64))
+    total = 0.0
+    for i in range(0, len(starts), c.batch_size):
+        x, y = windows(data.val, starts[i:i + c.batch_size], c, device)
+        total += loss_of(model, (x, y), c).item() * len(x)
+    return dict(val_loss=total / len(starts))
 
-def check(config):
-    """ValueError where a field breaks the condition that its comment opens with."""
-    for name, (_, default, condition, _) in flags().items():
-        x = getattr(config, name)
-        if condition and x is not default and not eval(condition, globals(), dict(x=x)):
-            condition = re.sub('[A-Z]{2,}', lambda m: ', '.join(globals()[m[0]]), condition)
-            raise ValueError(f'--{name.replace("_", "-")} {x}: wants {condition}')
-    if config.schedule == 'cosine' and config.min_lr > config.learning_rate:
-        raise ValueError(f'--min-lr {config.min_lr:g}: the cosine should end below its peak, '
-                         f'--learning-rate {config.learning_rate:g}')
+def finish(model, data, c, device, folder):
+    """What is measured once, when training is over: here nothing."""
+    return {}
 
-def parse(argv, actions):
-    """argv -> function of the action, its options, Config, the Config fields given explicitly."""
-    argv = [re.sub(r'^--[a-z]\w*', lambda m: m[0].replace('_', '-'), word)
-            for word in (sys.argv[1:] if argv is None else argv)]
-    action = argv.pop(0) if argv and argv[0][:1] != '-' else 'train'
-    if action not in actions:
-        fail(f'unknown action {action!r}: choose from {", ".join(actions)}')
-    function, options, words = actions[action]
-    p = argparse.ArgumentParser(f'{SCRIPT}.py {action}', allow_abbrev=False,
-                                description=f'{words} Actions: {", ".join(actions)}.')
-    p.error = lambda message: fail(f'{message} (see --help)')
-    for name, how in options.items():
-        p.add_argument(name, **how)
-    p.add_argument('--preset', choices=PRESETS, help='named settings (default: tiny; t4 on CUDA)')
-    for name, (kind, default, condition, words) in flags().items():
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
-        condition = re.sub('[A-Z]{2,}', lambda m: ', '.join(globals()[m[0]]), condition)
-        words = f'{words} {condition and f"({condition})"} [{default}]'
-        p.add_argument('--' + name.replace('_', '-'), *['--lr'] * (name == 'learning_rate'),
-                       default=argparse.SUPPRESS, help=words.replace('%', '%%'), **how)
-    chosen = vars(p.parse_args(argv))
-    given = {name: chosen.pop(name) for name in flags() if name in chosen}
-    try:
-        device = pick_device(Config(device=given.get('device', 'auto')))[0]
-        preset = chosen['preset'] or ('t4' if device.type == 'cuda' else 'tiny')
-        return function, chosen, Config(**{**PRESETS[preset], **given}), given
-    except ValueError as e:
-        fail(e)
-
-def pick_device(config):
-    """Device, dtype of matmuls, and why. CUDA before capability 8 only emulates bfloat16."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    name = config.device if config.device != 'auto' else 'cuda' if cuda else 'mps' if mps else 'cpu'
-    name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if name == 'cuda' else name
-    dtype, why = 'float32', f'CPU threads: {torch.get_num_threads()}'
-    try:
-        device = torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError) as e:
-        fail(f'--device {name} cannot be used here: {str(e).splitlines()[0]}')
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)
-        major, minor = torch.cuda.get_device_capability(device)
-        dtype = 'bfloat16' if major >= 8 else 'float16'
-        why = f'{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}'
-    return device, getattr(torch, dtype if config.dtype == 'auto' else config.dtype), why
-
-def save_checkpoint(path, state):
-    """Write beside `path`, flush to the disk, rename: whatever happens, a whole file is there."""
-    temporary = path.with_suffix('.tmp')
-    try:
-        with open(temporary, 'wb') as f:
-            torch.save(dict(state, script=SCRIPT), f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as e:
-        temporary.unlink(missing_ok=True)
-        fail(f'cannot write {path} ({str(e).splitlines()[0]}); an older checkpoint there is intact')
-
-def load_checkpoint(path):
-    """A checkpoint of this script, or one line on why it is none. Runs no code from the file."""
-    try:
-        archive = zipfile.ZipFile(path)  # every tensor in it has a CRC-32; a folder has no bytes
-        folders = [x.filename for x in archive.infolist() if x.external_attr & 16]
-        if damaged := folders or archive.testzip():
-            raise ValueError(f'{damaged} does not match its checksum')
-        state = torch.load(path, map_location='cpu', weights_only=True)
-        if state['script'] != SCRIPT:
-            raise ValueError(f'{state["script"]}.py wrote it')
-        it, seconds, losses, log = json.loads(state['progress'])
-        progress = int(it), float(seconds), [*losses], [*log]
-        return dict(state, config=Config(**state['config']), progress=progress, path=path)
-    except Exception as e:  # the two raise any of half a dozen kinds
-        fail(f'{path} is no whole checkpoint of this {SCRIPT}.py: {str(e)[:200]}')
-
-def restore(parts, state):
-    """Fill parts, {name: model, optimiser, ...}, from a checkpoint."""
-    try:
-        for name, part in parts.items():
-            if name != 'scaler' or state[name]:  # a run in float32 has no scale
-                part.load_state_dict(state[name])
-    except Exception as e:  # PyTorch raises half a dozen kinds
-        fail(f'{state["path"]} does not fit; has the script been changed? {str(e)[:200]}')
-
-def write_csv(path, rows):
-    names = list(dict.fromkeys(itertools.chain(*rows)))
-    with open(os.devnull if RANK else path, 'w', newline='', encoding='utf-8') as f:
-        csv.DictWriter(f, names).writerows([dict(zip(names, names)), *rows])
-
-def schedule(it, c):
-    """Factor on the learning rate in step `it`, counted from 0."""
-    if it < c.warmup_iters:
-        return (it + 1) / (c.warmup_iters + (c.schedule == 'cosine'))  # as the originals count
+# --- training loop (identical in all four scripts; test_all.py checks)
+def schedule(step, c):
+    """Factor on the learning rate in a step, counted from 0."""
+    if step < c.warmup_iters:
+        return (step + 1) / (c.warmup_iters + (c.schedule == 'cosine'))  # as the originals count
+    left = c.max_iters - step
     if c.schedule == 'cosine':
-        done = min(1, (it - c.warmup_iters) / max(1, c.max_iters - c.warmup_iters))
-        return 1 - (1 - c.min_lr / c.learning_rate) * 0.5 * (1 - math.cos(math.pi * done))
-    left, last = c.max_iters - it, c.warmdown_iters
-    trapezoid, step = min(1, left / (last or 1)), 1 if left > last else 0.1
-    return dict(constant=1, trapezoid=trapezoid, step=step)[c.schedule]
+        done = 1 - left / max(1, c.max_iters - c.warmup_iters)
+        return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    if c.schedule == 'trapezoid':
+        return min(1.0, left / max(1, c.warmdown_iters))
+    return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def fit(task, config, folder, state=None, label=''):
-    """Train `task` in `folder`, from checkpoint `state` if there is one -> latest figures and log.
-    A task has model, optimizer(), batch(step, rows), loss(model, batch), evaluate() -> {name: x},
-    `unit`, `per_row` (units in a row) and maybe finish() -> {name: x}, for the end. Batch, dropout
-    and learning rate follow from seed and step: model, optimiser, scaler are all to resume."""
-    device, dtype, _ = pick_device(config)
-    autocast = functools.partial(torch.autocast, device.type, dtype, dtype != torch.float32)
+def average_gradients(model):
+    """Over the processes, all gradients in one message."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    for grad, mean in zip(grads, (flat / WORLD).split([grad.numel() for grad in grads])):
+        grad.copy_(mean.view_as(grad))
+
+def train(c, folder=None):
+    """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
+
+    It yields before the first step and after each. log is the list of rows so far, dicts of
+    figures. folder keeps what it takes to go on, also when you leave the loop: a step follows from
+    weights, optimizer, seed and step alone, so a stopped run ends with the weights of a whole one.
+    """
+    device, dtype = pick_device(c)
+    data = load_data(c)
+    torch.manual_seed(c.seed)
+    model = make_model(c, data).to(device)
+    optimizer = make_optimizer(model, c)
+    for group in optimizer.param_groups:
+        group['initial_lr'] = group['lr']
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    parts = dict(model=task.model, optimizer=task.optimizer(), scaler=scaler)
-    model, optimizer = task.model, parts['optimizer']
-    it, seconds, losses, log = state['progress'] if state else (0, 0.0, [], [])
-    restore(parts if state else {}, state)
-    if state and state.get('stamp') != json.dumps(task.stamp):
-        print('note    the data, or their dates, are not those that this run has seen so far')
-    for group in optimizer.param_groups:  # fused where this device wants it, not where it was saved
-        group.update({k: v for k, v in optimizer.defaults.items() if k == 'fused'})
-    optimizer.load_state_dict(optimizer.state_dict())  # and its step counters where that wants them
-    n = config.batch_size * config.grad_accum_steps
-    if n % WORLD:
-        fail(f'--batch-size x --grad-accum-steps is {n}: {WORLD} processes cannot share it evenly')
-    micros = [range(n)[RANK::WORLD][i:i + config.batch_size]
-              for i in range(0, n // WORLD, config.batch_size)]
-    wrapped = torch.compile(model) if config.compile else model
-    wrapped = nn.parallel.DistributedDataParallel(wrapped) if WORLD > 1 else wrapped
-    caught, halt, saved, task.folder = [], False, it if state else -1, folder
-    spoke = wrote = began = now()
-    def catch(signum, _):  # the first one waits for the end of the step
-        sys.exit(128 + signum) if caught else caught.append(signum)
-    handlers = {s: signal.signal(s, catch) for s in (signal.SIGINT, signal.SIGTERM)}
+    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
+          f'data    {data.about}\nfolder  {folder}')
+    if c.warmup_iters >= c.max_iters > 0:
+        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
+    step, seconds, losses, log = 0, 0.0, [], []  # losses: those since the last row of the log
+    saved = None
+    if folder and RANK == 0 and (folder / 'ckpt.pt').exists() and not c.fresh:
+        saved = load_checkpoint(folder / 'ckpt.pt')
+    saved = agreed(saved)
+    if saved:
+        model.load_state_dict(saved['model'])
+        optimizer.load_state_dict(saved['optimizer'])
+        if saved['scaler']:  # float16's
+            scaler.load_state_dict(saved['scaler'])
+        step, seconds, losses, log = saved['progress']
+        state = 'is finished' if step >= c.max_iters else f'goes on from step {step}'
+        print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
+    net = torch.compile(model) if c.compile else model
+    began = kept = time.time()
+    halt = False
+
+    def keep(name):
+        if folder and RANK == 0:
+            save_checkpoint(folder / name, dict(
+                model=model.state_dict(), optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(), config=asdict(model.config),
+                progress=(step, seconds, losses, log)))
+            write_csv(folder / 'log.csv', log)
+
     while True:
-        due = (done := it >= config.max_iters) or it % config.eval_interval == 0
-        if (due or it % config.log_interval == 0) and (not log or log[-1]['iter'] < it):
-            row = dict(iter=it, seconds=seconds, loss=statistics.fmean(losses) if losses else None)
-            if due:
-                model.eval()
-                with torch.no_grad(), autocast():
-                    row.update(task.evaluate())
-                model.train()
-            line = f'{label}step {it}/{config.max_iters}' + ''.join(
-                f' | {k} {v:.4f}' for k, v in list(row.items())[2:] if v is not None)
+        # log and evaluate before a step, and once more after the last one
+        done = step >= c.max_iters
+        due = done or step % c.eval_interval == 0
+        new = not log or log[-1]['step'] < step
+        if new and (due or step % c.log_interval == 0):
+            row, line = dict(step=step, seconds=seconds), f'step {step}/{c.max_iters}'
             if losses:
                 pace = (seconds - log[-1]['seconds']) / len(losses)
-                line += (f' | {n * task.per_row / pace:,.0f} {task.unit}/s'
-                         f' | {(config.max_iters - it) * pace / 60:.1f} min left')
-            cut = None if (keep := due or now() - spoke > 30) else shutil.get_terminal_size()[0] - 1
-            if (tty := sys.stdout.isatty()) or keep:  # a line that wraps could not be redrawn
-                print('\r\033[K' * tty + line[:cut], end='\n' * keep, flush=True)
-            spoke = now() if keep else spoke
-            losses, log = [], [*log, row]
-        if RANK == 0 and it != saved and (due or halt or now() - wrote > 300):
-            save_checkpoint(folder / 'ckpt.pt', dict(
-                {name: part.state_dict() for name, part in parts.items()}, config=asdict(config),
-                stamp=json.dumps(task.stamp), progress=json.dumps([it, seconds, losses, log])))
-            write_csv(folder / 'log.csv', log)
-            saved, wrote = it, now()
+                row['loss'] = sum(losses) / len(losses)
+                line += (f', {c.units_per_step / pace:,.0f} {UNIT}/s'
+                         f', {(c.max_iters - step) * pace / 60:.1f} min left')
+            if due:
+                with autocast:
+                    row.update(evaluate(model.eval(), data, c, device))
+            log.append(row)
+            losses = []
+            if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
+                keep('best.pt')
+            if done:  # outside autocast, which would keep the casts of other weights
+                row.update(agreed(RANK == 0 and finish(model.eval(), data, c, device, folder)))
+            print(f'{line}: {show(row)}', flush=True)
+        if new and due or halt or time.time() - kept > 300:
+            keep('ckpt.pt')
+            kept = time.time()
+        try:
+            yield step, model, log
+        except GeneratorExit:  # whoever wanted the steps has left
+            return keep('ckpt.pt')
         if done or halt:
-            break
-        clock = now()
-        torch.manual_seed(((config.seed << 24) + it) * WORLD + RANK)
+            return
+
+        # one optimiser step
+        clock = time.time()
+        model.train()
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
         for group in optimizer.param_groups:
-            group['lr'] = group.setdefault('initial_lr', group['lr']) * schedule(it, config)
-        loss = torch.zeros((), device=device)
-        for rows in micros:
-            wrapped.require_backward_grad_sync = rows == micros[-1]  # processes talk once per step
-            with autocast():
-                part = task.loss(wrapped, task.batch(it, rows)) * (len(rows) * WORLD / n)
-            scaler.scale(part).backward()
-            loss += part.detach()
+            group['lr'] = group['initial_lr'] * schedule(step, c)
+        total = 0.0
+        for micro in range(c.grad_accum_steps):
+            batch = get_batch(data, c, step, micro, device)
+            with autocast:
+                loss = loss_of(net, batch, c) / c.grad_accum_steps
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        if WORLD > 1:
+            average_gradients(model)
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        stop = caught or 0 < config.max_minutes < (now() - began) / 60
-        figures = torch.stack([loss, norm, torch.full_like(loss, bool(stop))]) / WORLD
+        norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+
+        # all processes stop together: on a signal, out of time, or when something is not finite
+        late = 0 < c.max_minutes < (time.time() - began) / 60
+        figures = torch.tensor([total.item(), bool(STOP) or late], device=device)
         if WORLD > 1:
             dist.all_reduce(figures)
-        loss, norm, halt = figures.tolist()
-        overflow = scaler.is_enabled() and scaler.get_scale() > 1e-9  # float16's, to be skipped
+        loss, halt = (figures / WORLD).tolist()
+        overflow = scaler.get_scale() > 1  # float16's first gradients may: such a step is skipped
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
-            fail(f'loss {loss:g} with gradient norm {norm:g} in step {it}: lower --learning-rate; '
-                 f'{folder / "ckpt.pt"} holds step {saved}, from before')
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        it, seconds, losses = it + 1, seconds + now() - clock, losses + [loss]
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    if halt:
-        way = 'the same command' if label else f'--resume {folder}'
-        print(f'stopped after step {it} and saved; go on with {way}')
-    if caught:
-        raise SystemExit(128 + caught[0])
-    final = task.finish() if done and hasattr(task, 'finish') else {}
-    return dict({k: v for row in log for k, v in row.items()}, **final, folder=folder, log=log)
-# --- end of harness
+        losses.append(loss)
+        seconds += time.time() - clock
+        step += 1
+# --- end of training loop
 
-# ------------------------------------ evaluation and pictures ------------------------------------
+# ------------------------------------ tools ------------------------------------
+def report(c, model, log):
+    """What came out, beside a yardstick, and a sample."""
+    data, loss, bits = load_data(c), log[-1]['val_loss'], ''
+    if data.val_bytes:  # comparable across tokenizers
+        bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
+    print(f'result: validation loss {loss:.3f} nats per token{bits}\n'
+          f'        counting pairs of tokens gives {bigram_loss(data):.3f} nats')
+    complete(c, model)
 
-class Task:
-    """Language modelling as the harness sees it."""
-    unit, metrics = 'tokens', ['val_loss']
+def bigram_loss(data):
+    """Nats per validation token for a model that has only counted pairs: a yardstick."""
+    train, val = data.train[:5 * 10**6].tolist(), data.val[:10**6].tolist()
+    single = Counter(train)
+    pair = Counter(zip(train, train[1:]))
+    total = 0.0
+    for x, y in zip(val, val[1:]):
+        prior = (single[y] + 1) / (len(train) + data.vocab_size)
+        total -= math.log((pair[x, y] + prior) / (single[x] + 1))
+    return total / (len(val) - 1)
 
-    def __init__(self, config, resumed=False):
-        self.text, self.device = load_text(config), pick_device(config)[0]
-        self.config = replace(config, tokenizer=self.text.tokenizer,
-                              vocab_size=max(config.vocab_size, self.text.vocab_size))
-        self.model, self.per_row, self.stamp = GPT(self.config), config.block_size, self.text.stamp
-        if config.init and not resumed:
-            load_weights(self.model, config.init)
-        self.model.to(self.device)
-        last, self.by_position = len(self.text.val) - config.block_size - 1, []
-        self.val_starts = np.unique(np.linspace(0, last, config.eval_rows).astype(np.int64))
-
-    def optimizer(self):
-        """AdamW; matrices and embeddings decay, gains and biases do not."""
-        c, params = self.config, list(self.model.parameters())
-        groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=c.weight_decay),
-                  dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
-        return torch.optim.AdamW([g for g in groups if g['params']], lr=c.learning_rate,
-                                 betas=(c.beta1, c.beta2), fused=self.device.type == 'cuda')
-
-    def batch(self, step, rows):
-        c, last = self.config, len(self.text.train) - self.config.block_size
-        n = c.batch_size * c.grad_accum_steps
-        starts = np.random.default_rng([c.seed, step]).integers(last, size=n)
-        return windows(self.text.train, starts[list(rows)], c, self.device)
-
-    def loss(self, model, batch):
-        return model(*batch)[1]
-
-    def evaluate(self):
-        """Loss on the same windows every time, spread evenly over the validation text."""
-        c, losses = self.config, []
-        for i in range(0, len(self.val_starts), c.batch_size):
-            x, y = windows(self.text.val, self.val_starts[i:i + c.batch_size], c, self.device)
-            losses.append(self.model.token_losses(self.model.features(x), y))
-        losses, known = torch.cat(losses).view(-1, c.block_size), self.text.bytes_per_token
-        self.by_position, loss = losses.mean(0).tolist(), losses.mean().item()
-        return dict(val_loss=loss, **{'val_bpb': loss / math.log(2) / known} if known else {})
-
-def load_weights(model, path):
-    """Fill `model` from a checkpoint of this script, of nanoGPT or of `casted`: they share keys."""
-    try:
-        state = torch.load(path, map_location='cpu', weights_only=True)
-        model.load_state_dict({  # what they keep besides, masks and frequencies, is computed here
-            re.sub(r'^(module\.|_orig_mod\.)+', '', key): value
-            for key, value in state.get('model', state).items()
-            if not key.endswith(('.attn.bias', '.inv_freq'))})
-    except Exception as e:
-        fail(f'--init {path} does not fit: {str(e)[:200]}')
-
-def bigram_loss(text, starts, length):
-    """Nats per token of a bigram model on validation windows: what pairs of tokens alone can do.
-
-    Counted on 20 million training tokens at most, smoothed by unigrams (Witten and Bell).
-    """
-    train, V = text.train[:20_000_000].astype(np.int64), text.vocab_size
-    unigram = (np.bincount(train, minlength=V) + 1) / (len(train) + V)
-    pairs, counts = np.unique(train[:-1] * V + train[1:], return_counts=True)
-    times, kinds = np.bincount(train[:-1], minlength=V), np.bincount(pairs // V, minlength=V) + 1
-    val = np.stack([text.val[s:s + length + 1] for s in starts]).astype(np.int64)
-    x, y = val[:, :-1], val[:, 1:]
-    at = np.searchsorted(pairs, x * V + y).clip(max=len(pairs) - 1)
-    seen = np.where(pairs[at] == x * V + y, counts[at], 0)
-    return -np.log((seen + kinds[x] * unigram[y]) / (times[x] + kinds[x])).mean()
-
-def inputs_of(modules, model, batch):
-    """What each of these modules gets while the model sees a batch: a list of tensors."""
-    inputs = []
-    hooks = [module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-             for module in modules]
-    model(batch)
-    for hook in hooks:
-        hook.remove()
-    return inputs
+def complete(c, model):
+    """Print a text, --prompt, and what the model makes of it."""
+    encoding = get_tokenizer(model.config.tokenizer)
+    prompt = encoding.encode_ordinary(c.prompt)
+    if not prompt:
+        fail('--prompt: nothing to go on from')
+    torch.manual_seed(c.seed)
+    idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
+    tokens = model.eval().generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
+    text = encoding.decode([t for t in tokens if t < encoding.n_vocab])
+    print(f'sample of what it writes after {c.prompt!r}:\n{text}')
+    return text
 
 @torch.no_grad()
 def diagnose(model, idx):
     """What attention does with idx (B, T): for each layer a dict of means over the tokens.
 
-    [deviation] from BF App. A, which shows token 0: here the first token has no neighbours.
-
-    update ||Phi|| or ||Delta||, mh ||MH||, alpha <MH,V>/<V,V>, p_own the weight of the own token,
-    cos_update and cos_mh the cosine between X and either of them after W^o.
+    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o and their cosines with the layer's
+    input X, alpha <MH,V> / <V,V>, p_own the attention of a token to itself, gamma.
     """
-    rows, c, blocks = [], model.config, model.transformer.h
-    seen = inputs_of([m for block in blocks for m in (block, block.attn.c_proj)], model, idx)
-    for block, x, update in zip(blocks, seen[::2], seen[1::2]):             # (B, T, C) each
-        q, k, v = block.attn.qkv(block.ln_1(x))                             # (B, T, nh, hs)
-        mh = multi_head(*(t.transpose(1, 2) for t in (q, k, v)), zero_diag=c.zero_diag)
-        mh_v, v_v = (t.sum(-2) for t in inner(mh, v))                       # (B, T, 1)
-        scores = torch.einsum('bqhd,bkhd->bhqk', q, k) / math.sqrt(q.size(-1))
-        scores = scores + torch.full_like(scores, -math.inf).triu(1)        # (B, nh, T, T)
-        p_own = scores.softmax(-1).diagonal(dim1=2, dim2=3) * (not c.zero_diag)
-        mh, w_o = mh.flatten(2), block.attn.c_proj.weight                   # (B, T, C)
-        cosine = lambda t: F.cosine_similarity(F.linear(t, w_o).float(), x, dim=-1)
-        figures = dict(update=update.norm(dim=-1), mh=mh.norm(dim=-1), alpha=ratio(mh_v, v_v),
-                       p_own=p_own, cos_update=cosine(update), cos_mh=cosine(mh))
-        means = {name: t.float().mean().item() for name, t in figures.items()}
-        rows.append(dict(layer=len(rows), **means))
+    rows = []
+    x = model.embed(idx)  # (B, T, C)
+    for block in model.transformer.h:
+        attn = block.attn
+        q, k, v = attn.qkv(block.ln_1(x))  # (B, T, nh, hs)
+        mh = multi_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                        model.config.zero_diag)
+        update = ATTENTION[model.config.attention](mh, v, attn.gamma)
+        delta = update[0] if type(update) is tuple else update
+        out, out_mh = attn(block.ln_1(x)), attn.c_proj(mh.flatten(2))  # (B, T, C)
+        scores = torch.einsum('bqnh,bknh->bnqk', q, k) / math.sqrt(q.size(-1))
+        weights = (scores + torch.full_like(scores, -math.inf).triu(1)).softmax(-1)
+        p_own = weights.diagonal(dim1=2, dim2=3) * (not model.config.zero_diag)  # (B, nh, T)
+        figures = dict(
+            mh=mh.flatten(2).norm(dim=-1), update=delta.flatten(2).norm(dim=-1),
+            mh_out=out_mh.norm(dim=-1), update_out=out.norm(dim=-1),
+            cos_mh=F.cosine_similarity(out_mh, x, -1), cos_update=F.cosine_similarity(out, x, -1),
+            alpha=(mh * v).sum((2, 3)) / (v * v).sum((2, 3)), p_own=p_own,
+            gamma=torch.as_tensor(attn.gamma).float())
+        rows.append({name: value.mean().item() for name, value in figures.items()})
+        x = block(x)
     return rows
 
-# ------------------------------------ actions ------------------------------------
-
-def start(config, given, resume=None):
-    """Announce a run -> its task, its folder, its checkpoint if it goes on from one."""
-    task = None if resume else Task(config)  # first, so that bad data leave no empty folder
-    config, folder, state = open_run(config, given, resume)
-    task = task or Task(config, resumed=bool(state))
-    c, text, (device, dtype, why) = task.config, task.text, pick_device(config)
-    formula = (ATTENTION[c.attention].__doc__ or c.attention).split('  ')[0].rstrip('.')
-    gamma = f', gamma {default_gamma(c.attention, c.zero_diag, c.gamma):g}' * ('gamma' in formula)
-    print(f'model   {c.variant}: {formula}{gamma}\n'
-          f'        {c.arch}, {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, '
-          f'{count(task.model):,} parameters\n'
-          f'data    {text.about}: {len(text.train):,}, and {len(text.val):,} for validation\n'
-          f'device  {device}, {str(dtype)[6:]} ({why})\n'
-          f'run     {folder}' + (f', resumed, step {state["progress"][0]}' if state else ''))
-    return task, folder, state
-
-def report(task, folder, result):
-    """What came out: losses, a sample, and where everything is."""
-    c, text = task.config, task.text
-    lines = {name: points(result['log'], 'iter', key) for name, key in
-             (('training', 'loss'), ('validation', 'val_loss'))}
-    values = [y for _, y in lines['training'] or lines['validation']]
-    print(f'loss    {sparkline(values)} {values[0]:.2f} to {values[-1]:.2f}')
-    if at := task.by_position:
-        print(f'        {sparkline(at)} {at[0]:.2f} to {at[-1]:.2f}, along a validation window')
-    bits = f', {result["val_bpb"]:.3f} bits per byte' if 'val_bpb' in result else ''
-    bigram = bigram_loss(text, task.val_starts, c.block_size)
-    print(f'result  validation loss {result["val_loss"]:.3f} nats per token (a bigram model of the '
-          f'same text: {bigram:.3f}){bits}')
-    files = draw(folder / 'curves.png', [('nats per token', 'step', lines)])
-    print(f'files   {folder}: {", ".join(["ckpt.pt", "log.csv"] + files)}')
-    if encoding := get_tokenizer(c.tokenizer, needed=False):
-        prompt = encoding.encode_ordinary('\ndef ' if c.data == 'builtin' else '\n')
-        idx = torch.tensor([prompt], device=task.device)
-        out = task.model.eval().generate(idx, 400, temperature=0.7)[0]
-        print('sample  ' + decode(encoding, out).strip().replace('\n', '\n        '))
-
-def decode(encoding, tokens):
-    """Tokens -> text; those that only pad the vocabulary are left out."""
-    return encoding.decode([t for t in tokens.tolist() if t < encoding.n_vocab])
-
-def sample(options, config, given):
-    config, folder, state = open_run(config, given, options['resume'])
-    prompt, n, length = options['prompt'], options['num_samples'], options['max_new_tokens']
-    if prompt.startswith('FILE:'):
-        prompt = Path(prompt[5:]).read_bytes().decode('utf-8-sig', errors='replace')
-    usable = 0 <= options['temperature'] < math.inf and options['top_k'] >= 0
-    if not prompt or min(n, length) < 1 or not usable:
-        fail('--prompt must not be empty, --num-samples and --max-new-tokens at least 1, '
-             '--temperature and --top-k at least 0, and finite')
-    encoding, (device, dtype, _) = get_tokenizer(config.tokenizer), pick_device(config)
-    model = GPT(config).to(device).eval()
-    restore(dict(model=model), state)
-    print(f'run     {folder}, step {state["progress"][0]}\n')
-    torch.manual_seed(config.seed)
-    idx = torch.tensor([encoding.encode_ordinary(prompt)] * n, device=device)
-    with torch.autocast(device.type, dtype, dtype != torch.float32):
-        out = model.generate(idx, length, options['temperature'], options['top_k'])
-    texts = [decode(encoding, tokens) for tokens in out]
-    print(('\n' + '-' * 80 + '\n').join(texts))
-    return dict(samples=texts, tokens=out.tolist(), folder=folder)
-
-def inspect_layers(options, config, given):
-    """Train and watch the layers. Panel 1 tests AX1's guess that discrepancy shrinks with depth."""
-    task, folder, _ = start(config, given)
-    idx, _ = windows(task.text.val, task.val_starts[:8], task.config, task.device)
-    seen, evaluate = [], task.evaluate
-    task.evaluate = lambda: seen.append(diagnose(task.model, idx)) or evaluate()
-    result = fit(task, task.config, folder)
-    steps = [step for step, _ in points(result['log'], 'iter', 'val_loss')]
-    rows = [dict(iter=step, **row) for step, layers in zip(steps, seen) for row in layers]
+def inspect_layers(c):
+    """Train, and look into the layers. AX1 guesses that the discrepancy shrinks with depth."""
+    val = load_data(c).val
+    starts = np.linspace(0, len(val) - c.block_size - 1, 8).astype(np.int64)
+    idx, _ = windows(val, starts, c, pick_device(c)[0])
+    rows = []
+    for step, model, log in train(c):
+        if step % c.eval_interval == 0 or step == c.max_iters:
+            for layer, figures in enumerate(diagnose(model.eval(), idx)):
+                rows.append(dict(step=step, layer=layer, **figures))
+    for row in rows[-c.n_layer:]:
+        print(f'layer {row["layer"]}: {show(row)}')
+    folder = run_folder(c, 'inspect-')
     write_csv(folder / 'inspect.csv', rows)
-    panels = [('update by depth', 'layer', {
-        f'step {step}': points([r for r in rows if r['iter'] == step], 'layer', 'update')
-        for step in steps[::max(1, len(steps) // 4)]})]
-    panels += [(key, 'step', {
-        f'layer {i}': points([r for r in rows if r['layer'] == i], 'iter', key)
-        for i in range(config.n_layer)}) for key in list(rows[0])[2:]]
-    files = draw(folder / 'inspect.png', panels, ordered=True)
-    print(diagnose.__doc__.split('\n\n')[-1].rstrip())
-    table(rows[-config.n_layer:])
-    print(f'files   {folder}: {", ".join(["inspect.csv"] + files)}')
-    return dict(result, rows=rows)
+    layers = {f'layer {i}': [rows[i::c.n_layer]] for i in range(c.n_layer)}
+    draw(folder / 'inspect.png', layers, [('step', name) for name in figures])
+    return rows
 
-# ------------------------------------ main ------------------------------------
-
-# --- workbench (identical in all four scripts; test_all.py checks)
-def points(rows, x, y):
-    """The (x, y) of the rows that have both."""
-    return [(row[x], row[y]) for row in rows if row.get(y) is not None]
-
-def sparkline(values):
-    """A curve in one line of text."""
-    values = values[::-(-len(values) // 60)]
-    low, high = min(values), max(values)
-    return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
-
-def draw(path, panels, ordered=False):
-    """panels: (title, x label, {line: [(x, y), ...]}), `ordered` lines in shades -> files made."""
-    if RANK:
-        return []
-    try:
-        from matplotlib import colormaps, figure
-    except ImportError:
-        print(f'no {path.name}: pictures want `pip install matplotlib`')
-        return []
-    across, down = min(4, len(panels)), -(-len(panels) // 4)
-    picture = figure.Figure(figsize=(5 * across, 3.6 * down), layout='tight')
-    axes = picture.subplots(down, across, squeeze=False)
-    for axis in axes.flat[len(panels):]:
-        axis.axis('off')
-    for axis, (title, label, lines) in zip(axes.flat, panels):
-        for i, (name, line) in enumerate(lines.items()):
-            shade = colormaps['viridis'](0.9 * i / max(1, len(lines) - 1))
-            axis.plot(*zip(*line), label=name, color=shade if ordered else f'C{i}')
-        axis.set(title=title, xlabel=label)
-        axis.locator_params('x', integer=True)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, framealpha=0.5)
-    picture.savefig(path, dpi=110)
-    return [path.name]
+# --- tools (identical in all four scripts; test_all.py checks)
+SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # '' where Python keeps none
 
 def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-def table(rows):
-    """Print rows, dicts of the same keys."""
-    forms = {float: '{:.3f}', int: '{:,}'}
-    show = lambda v: '' if v is None or v != v else forms.get(type(v), '{}').format(v)
-    lines = [list(rows[0]), *([show(v) for v in row.values()] for row in rows)]
-    widths = [max(map(len, column)) + 2 for column in zip(*lines)]
-    for first, *line in lines:
-        print(first.ljust(widths[0]) + ''.join(map(str.rjust, line, widths[1:])))
+def show(row):
+    """The figures of a row of a log, as text."""
+    words = []
+    for name, x in row.items():
+        if name not in ('step', 'seconds', 'layer'):
+            words.append(f'{name} {x:.1e}' if 0 < abs(x) < 1e-3 else f'{name} {x:.4f}')
+    return '  '.join(words)
 
 def agreed(x):
     """What the first process has for x, in all of them."""
@@ -969,248 +738,358 @@ def agreed(x):
         dist.broadcast_object_list(box)
     return box[0]
 
-def open_run(config, given, resume=None):
-    """Config, folder and checkpoint of a run: a fresh folder and None or, where `resume` is a path,
-    'newest' (of the runs the flags name) or 'auto' (the same, if any), the run to go on with."""
-    base, name = Path(config.out_dir, SCRIPT), f'{config.variant}-s{config.seed}'
-    if resume in ('auto', 'newest'):
-        wanted = re.escape(name) + r'(-\d+)?' if set(given) - FREE else '.*'
-        runs = [path for path in base.glob('*/ckpt.pt') if re.fullmatch(wanted, path.parent.name)]
-        if not runs and resume == 'newest':
-            fail(f'no run in {base} fits these flags: train first, or give --resume a folder')
-        resume = agreed(max(runs, key=os.path.getmtime, default=None))
-    if resume:
-        path = Path(resume, 'ckpt.pt') if Path(resume).is_dir() else Path(resume)
-        state = load_checkpoint(path)
-        for key in set(given) - FREE:
-            if given[key] != getattr(state['config'], key):
-                fail(f'--{key.replace("_", "-")} {given[key]} contradicts {path}')
-        free = {key: given[key] for key in FREE & set(given)}
-        return replace(state['config'], **free), path.parent, state
-    for n in itertools.count(1):
-        with contextlib.suppress(FileExistsError):
-            folder = base / (name + f'-{n}' * (n > 1))
-            if RANK == 0:
-                folder.mkdir(parents=True)
-            return config, agreed(folder), None
+def pick_device(c):
+    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
+    if name == 'auto':  # mps is untested: compare with --device cpu
+        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if name.startswith('cuda'):
+        if not cuda:
+            fail(f'--device {name}: PyTorch finds no CUDA GPU here')
+        if name == 'cuda':
+            name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+        torch.cuda.set_device(name)
+        if dtype == 'auto':
+            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
+    torch.set_num_threads(c.threads or torch.get_num_threads())
+    torch.set_float32_matmul_precision('high')  # TF32 where there is any
+    return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
-def train(options, config, given):
-    task, folder, state = start(config, given, options['resume'])
-    result = fit(task, task.config, folder, state)
+def save_checkpoint(path, state):
+    """Write beside it, flush, rename: whatever happens, a whole file is there."""
+    part = path.with_suffix('.part')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, 'wb') as file:
+            torch.save(dict(state, script=SCRIPT), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:
+        part.unlink(missing_ok=True)
+        fail(f'cannot write {path} ({str(error).splitlines()[0]}); what was there is intact')
+
+def load_checkpoint(path, own=True):
+    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
+    try:
+        saved = torch.load(path, map_location='cpu', weights_only=True)
+        if own and saved['script'] != SCRIPT:
+            raise ValueError(f'{saved["script"]}.py wrote it')
+        return saved
+    except Exception as error:  # PyTorch raises half a dozen kinds
+        fail(f'{path} is no checkpoint to read here: {" ".join(str(error).split())[:150]}')
+
+def write_csv(path, rows):
     if RANK == 0:
-        report(task, folder, result)
-    return result
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, 'w', newline='') as file:
+            writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+            writer.writeheader()
+            writer.writerows(rows)
 
-def cases_of(options, config):
-    """{name: Config}: every combination of --over FIELD=A,B, or a table, by default the first."""
-    if options['table'] and options['over']:
-        fail('--table and --over exclude each other')
-    cases = {'': {}} if options['over'] else TABLES[options['table'] or next(iter(TABLES))]
-    taken = {'seed', 'data', 'tokenizer', 'threads', 'out_dir'}
+def draw(path, logs, panels, scale='linear'):
+    """A panel for each (x, y) of panels, a line in it for each log of logs, {label: [logs]}."""
     try:
-        for spec in options['over'] or ():
-            field, _, values = spec.partition('=')
-            field = 'learning_rate' if field == 'lr' else field.replace('-', '_')
-            kind = flags()[field][0]
-            kind = {'true': True, 'false': False}.__getitem__ if kind is bool else kind
-            if field in taken:
-                fail(f'--over {spec}: {field} cannot be compared, or is twice there')
-            taken.add(field)
-            cases = {f'{name} {text}'.strip(): {**case, field: kind(text)}
-                     for name, case in cases.items() for text in values.split(',')}
-        return {name: replace(config, **case) for name, case in cases.items()}
-    except KeyError as e:
-        fail(f'--over {spec}: wants FIELD=VALUE,VALUE, a field that --help names and values it '
-             f'takes (true, false), not {e}')
-    except ValueError as e:
-        fail(f'--over: {e}')
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print(f'no {path.name}: pictures want `pip install matplotlib`')
+    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
+    picture = Figure(figsize=(5 * across, 4 * down), layout='tight')
+    for i, (x, y) in enumerate(panels):
+        axis = picture.add_subplot(down, across, i + 1, title=y, xlabel=x, xscale=scale)
+        for j, (label, own) in enumerate(logs.items()):
+            for log in own:
+                rows = [row for row in log if y in row and row.get('step') != 0]  # 0: untrained
+                axis.plot([row[x] for row in rows], [row[y] for row in rows], f'C{j}.-',
+                          label=label if log is own[0] else None)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    if RANK == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.savefig(path)
+        print(f'picture {path}')
 
-def compare(options, config, given):
-    """Train every case with every seed on equal batches. A run is named by all that it depends on,
-    so one that is finished is not repeated, and one that was interrupted goes on."""
-    base, runs = Path(config.out_dir, SCRIPT, 'compare'), {}
-    try:
-        seeds = dict.fromkeys(map(int, options['seeds'].split(',')))
-        plan = [(name, replace(c, seed=seed)) for seed in seeds
-                for name, c in cases_of(options, config).items()]
-    except ValueError as e:
-        fail(f'--seeds {options["seeds"]}: {e}')
-    print(f'{len(plan)} runs on --data {config.data}, but for what is finished already')
-    for i, (name, c) in enumerate(plan):
-        task, label = Task(c), f'[{i + 1}/{len(plan)}] {name} seed {c.seed}: '
-        facts = [asdict(replace(c, max_minutes=0.0, out_dir='')), task.stamp, torch.__version__,
-                 str(pick_device(c)[1:]), SOURCE,
-                 Path(task.config.init).stat().st_mtime if task.config.init else '']
-        mark = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-        folder = base / f'{re.sub("[^a-zA-Z0-9.-]+", "-", name)}-s{c.seed}-{mark}'
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / 'ckpt.pt'
-        if state := load_checkpoint(path) if path.exists() else None:
-            print(f'{label}found in {folder}')
-        result = fit(task, task.config, folder, state, label)
-        if result['iter'] < task.config.max_iters:
-            fail('the time limit, --max-minutes, is reached; the same command goes on from here')
-        runs.setdefault(name, []).append(dict(result, parameters=count(task.model)))
-    return tabulate(runs, base, Task.metrics)
+def settings(c):
+    """The fields above `device`: what makes one run another."""
+    names = [f.name for f in fields(c)]
+    return {name: getattr(c, name) for name in names[:names.index('device')]}
 
-def tabulate(runs, base, metrics):
-    """Print a comparison, {case: [result of each seed]}, and write it as csv and png."""
-    rows, reference, wide = [], next(iter(runs.values())), max(19, *map(len, runs))
-    every = [r for mine in runs.values() for r in mine]
-    mean, kept = statistics.fmean, [m for m in metrics if all(m in r for r in every)]
-    spread = lambda values: statistics.stdev(values) if len(values) > 1 else math.nan
-    for metric, (case, mine) in itertools.product(kept, runs.items()):
-        gaps = [r[metric] - first[metric] for r, first in zip(mine, reference)]
-        rows.append(dict(
-            case=case, metric=metric, seeds=len(mine), parameters=mine[0]['parameters'],
-            mean=mean(r[metric] for r in mine), sd=spread([r[metric] for r in mine]),
-            difference=mean(gaps), difference_sd=spread(gaps),
-            t=mean(gaps) / (spread(gaps) / len(gaps) ** 0.5 or math.nan),
-            seconds=mean(r['seconds'] for r in mine)))
-        if case == next(iter(runs)):
-            print(f'\n{metric:{wide}}{"parameters":>11}{"mean ± sd":>18}{"against first row":>18}'
-                  f'{"t":>6}{"seconds":>8}')
-        line = (' {parameters:10,} {mean:8.4f} ± {sd:6.4f} {difference:+8.4f} ± '
-                '{difference_sd:6.4f} {t:5.1f} {seconds:7.0f}').format(**rows[-1])
-        line = re.sub('(± )? *nan', lambda m: ' ' * len(m[0]), line)  # one seed, or no difference
-        print(f'{case:{wide}}{line}')
-    write_csv(base / 'compare.csv', rows)
-    metric, late = kept[0], lambda r: [row for row in r['log'] if row['iter'] >= r['iter'] / 5]
-    lines = lambda x: {case: [tuple(map(mean, zip(*at)))  # over the seeds, past the first fall
-                              for at in zip(*(points(late(r), x, metric) for r in mine))]
-                       for case, mine in runs.items()}
-    steps = lines('iter')
-    first = dict(steps[rows[0]['case']])
-    less = {case: [(x, y - first[x]) for x, y in line if x in first]
-            for case, line in steps.items()}
-    files = draw(base / 'compare.png', [
-        (metric, 'step', steps), (metric, 'seconds of training', lines('seconds')),
-        (f'{metric} less that of {rows[0]["case"]}', 'step', less)])
-    print(f'files   {base}: {", ".join(["compare.csv"] + files)}')
-    return {m: {row['case']: row for row in rows if row['metric'] == m} for m in kept}
+def code(c):
+    """The script above `tools`, parsed, without docstrings; of its tables the rows c names alone.
+    So a change of a text, or a new variant, trains nothing anew."""
+    kept = []
+    for node in ast.parse(SOURCE.split('- tools -')[0]).body[1:]:
+        for part in ast.walk(node):
+            if isinstance(part, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(part):
+                del part.body[0]
+        name = node.targets[0].id if isinstance(node, ast.Assign) else ''
+        if name in ('ATTENTION', 'READINGS', 'CHOICES', 'PRESETS', 'TABLES'):
+            rows = zip(node.value.keys, node.value.values)
+            kept += [ast.dump(row) for key, row in rows if key.value in settings(c).values()]
+        else:
+            kept.append(ast.dump(node))
+    return kept
 
-def bench(options, config, given):
-    """Time training step and inference of the cases in turn, so that noise meets all alike."""
-    device, dtype, why = pick_device(config)
-    rounds, cases, times, rows = options['rounds'], cases_of(options, config), {}, {}
-    if rounds < 2:
-        fail(f'--rounds {rounds}: wants at least 2')
+def run_folder(c, kind=''):
+    """out/SCRIPT/VARIANT-sSEED-HASH, of the settings, the sizes of files they name, and code."""
+    facts = settings(c)
+    sizes = [os.path.getsize(x) for x in facts.values() if type(x) is str and os.path.isfile(x)]
+    mark = zlib.crc32(repr([facts, sizes, code(c)]).encode())
+    return Path(c.out_dir, SCRIPT, f'{kind}{c.variant}-s{c.seed}-{mark:08x}')
 
-    def step(task, training):
-        forward = task.loss if training else getattr(task, 'infer', task.loss)
-        with task.autocast, torch.set_grad_enabled(training):
-            loss = forward(task.wrapped.train(training), task.one_batch)
-        if training:
-            loss.backward()
-            task.steps.step()
-            task.steps.zero_grad()
-        return loss.item()  # waits for the device
+def load_run(c):
+    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
+    last = Path(c.out_dir, SCRIPT, 'last')
+    if not c.run and not last.exists():
+        fail(f'no run in {last.parent}: train first, or name a folder with --run')
+    path = Path(c.run or last.read_text(), 'best.pt')
+    saved = load_checkpoint(path)
+    c = replace(c, **{**settings(Config(**saved['config'])), 'seed': c.seed})
+    model = make_model(c, None).to(pick_device(c)[0])
+    model.load_state_dict(saved['model'])
+    print(f'{path}, step {saved["progress"][0]}')
+    return c, model.eval()
 
-    print(f'{device}, {str(dtype)[6:]} ({why}); medians of {rounds} rounds, ratio to the first row '
-          'and its interquartile range, MB kept for the backward pass')
-    for name, c in cases.items():
-        cases[name] = task = Task(c)
-        device, dtype, _ = pick_device(c)
-        task.autocast = torch.autocast(device.type, dtype, dtype != torch.float32)
-        task.wrapped = torch.compile(task.model) if c.compile else task.model
-        task.steps, last = task.optimizer(), task.config.max_iters  # when images are largest
-        task.one_batch = task.batch(last, range(c.batch_size))
-        kept = {}  # what the backward pass needs, by the place where it lies
-        def keep(t):
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            step(task, True)
-        for p in task.model.parameters():
-            kept.pop(p.data_ptr(), None)
-        rows[name] = {'case': name, 'parameters': count(task.model),
-                      'kept_MB': round(sum(kept.values()) / 1e6)}
-    for _ in range(rounds + 2):  # two to warm up
-        for name, task in cases.items():
-            for training in (True, False):
-                clock = now()
-                step(task, training)
-                times.setdefault((name, training), []).append(now() - clock)
-    for (name, training), own in times.items():
-        first, word = times[next(iter(cases)), training], 'train' if training else 'infer'
-        low, ratio, high = statistics.quantiles([a / b for a, b in zip(own[2:], first[2:])], n=4)
-        median = statistics.median(own[2:])
-        amount = cases[name].config.batch_size * cases[name].per_row
-        rows[name].update({f'{word}_ms': 1e3 * median, f'{word}_ratio': ratio,
-                           f'{word}_iqr': high - low,
-                           f'{word}_{cases[name].unit}/s': round(amount / median)})
-    table(list(rows.values()))
+def train_and_report(c):
+    folder = run_folder(c)
+    for step, model, log in train(c, folder):
+        pass
+    if RANK == 0:
+        (folder.parent / 'last').write_text(str(folder))  # for load_run
+    if step < c.max_iters:
+        print(f'stopped after step {step}; the same command goes on')
+    elif RANK == 0:
+        draw(folder / 'curves.png', {c.variant: [log]}, [('step', 'loss'), ('step', METRIC)])
+        report(c, model, log)
+    return dict(log[-1], log=log, folder=folder)
+
+def cases_of(c):
+    """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
+    types = {f.name: f.type for f in fields(c)}
+    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
+    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # that one last
+        field, _, values = spec.partition('=')
+        field, new = field.replace('-', '_'), {}
+        for name, case in cases.items():
+            for text in values.split(','):
+                try:
+                    value = text == 'true' if types[field] is bool else types[field](text)
+                except (KeyError, ValueError):
+                    fail(f'--over {spec}: wants FIELD=A,B, a field of --help and its values')
+                new[f'{name} {text}'.strip()] = {**case, field: value}
+        cases = new
+    return {name: replace(c, **case) for name, case in cases.items()}
+
+def train_all(cases, seeds):
+    """-> {name: [figures, log and parameters of each seed's run]}, or {} when stopped."""
+    runs = {name: [] for name in cases}
+    for seed in seeds:
+        for name, case in cases.items():
+            print(f'\n{name}, seed {seed}')
+            c, log = replace(case, seed=seed), []
+            try:
+                for step, model, log in train(c, run_folder(c)):
+                    pass
+                if step < c.max_iters:
+                    print('stopped; the same command goes on')
+                    return {}
+                figures = log[-1]
+            except FloatingPointError as error:
+                print(f'{error}: {name}, seed {seed} counts as worst')
+                worst = math.inf if BETTER is min else -math.inf
+                figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
+            runs[name].append(dict(figures, log=log, size=count(model)))
+    return runs
+
+@np.errstate(all='ignore')  # a diverged run's figures are infinite
+def compare(c):
+    """Train every case with every seed on the same batches; differences are paired by seed."""
+    cases = cases_of(c)
+    seeds = [int(seed) for seed in c.seeds.split(',')]
+    final = [int(seed) for seed in c.final_seeds.split(',') if seed]
+    if set(seeds) & set(final):
+        fail('--final-seeds judge what --seeds have chosen, so they must be others')
+    if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
+        fail(f'--best {c.best}: say with --over {c.best}=A,B what to choose from')
+    mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
+    folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
+    runs = train_all(cases, seeds)
+    if runs and c.best:
+        seeds = final or seeds
+        runs = train_all(choose(c.best, cases, runs, folder), seeds)
+    if not runs:
+        return []
+    rows = tabulate(runs, seeds)
+    write_csv(folder / 'compare.csv', rows)
+    logs = {name: [run['log'] for run in own] for name, own in runs.items()}
+    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)])
     return rows
 
-def number(default, words):
-    return dict(type=type(default), default=default, help=f'{words} [{default}]')
+def choose(field, cases, runs, folder):
+    """Of cases that differ in nothing but `field` the one with the best mean -> {name: Config}."""
+    groups, chosen, logs = {}, {}, {}
+    for name, case in cases.items():
+        mean, sd = spread([run[METRIC] for run in runs[name]])
+        group = groups.setdefault(name.rpartition(' ')[0], [])
+        group.append((getattr(case, field), mean, sd, name))
+    print(f'\n{METRIC}, mean and sd over the seeds that choose {field}')
+    for group, rows in groups.items():
+        rows.sort()
+        best = BETTER(rows, key=lambda row: row[1])
+        chosen[best[3]] = cases[best[3]]
+        for row in rows:
+            print(f'{row[3]:28}{row[1]:9.4f}{row[2]:9.4f}', '*' * (row is best))
+        if best in (rows[0], rows[-1]):
+            print(f'* is at the end of the range: a better {field} may lie beyond it')
+        of_a_seed = zip(*(runs[name] for _, _, _, name in rows))
+        logs[f'{group}, best at {best[0]}'] = [
+            [{field: row[0], METRIC: run[METRIC]} for row, run in zip(rows, own)]
+            for own in of_a_seed]
+    scale = 'log' if type(best[0]) is float else 'linear'
+    draw(folder / 'choice.png', logs, [(field, METRIC)], scale)
+    return chosen
 
-RESUME = {'--resume': dict(nargs='?', const='newest', metavar='PATH', help='go on with the run in '
-                           'PATH; alone: with the newest; auto: with the newest, if any')}
-NEWEST = {'--resume': dict(RESUME['--resume'], default='newest', help='the run to use [the newest]',
-                           type=lambda path: 'newest' if path == 'auto' else path)}
-OVER = {'--over': dict(action='append', metavar='FIELD=A,B', help='values to compare; repeatable'),
-        '--table': dict(choices=TABLES, help='named rows of settings [the first]')}
-ACTIONS = {
-    'train': (train, RESUME, 'Train a model.'),
-    'compare': (compare, {**OVER, '--seeds': dict(default='0,1,2', help='a run each [0,1,2]')},
-                'Train variants on the same batches.'),
-    'bench': (bench, {**OVER, '--rounds': number(20, 'measurements')}, 'Time the variants.'),
-}
+def spread(values):
+    """Mean and standard deviation."""
+    return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
+
+def student(gaps):
+    """t of paired differences, and its two-sided p: where t = sqrt(n - 1) tan(a), the angle a has
+    a density of cos(a)^(n - 2)."""
+    n = len(gaps)
+    mean, sd = spread(gaps)
+    if not sd > 1e-9 * abs(mean):  # one run, or always the same
+        return math.nan, math.nan
+    t = mean / sd * n ** 0.5
+    angle = np.linspace(0, math.pi / 2, 100_001)
+    density = np.cos(angle) ** (n - 2)
+    return t, density[angle > math.atan(abs(t) / (n - 1) ** 0.5)].sum() / density.sum()
+
+def tabulate(runs, seeds):
+    """Print {name: [a run's figures for each seed]} -> rows, with differences to the first case."""
+    figure, *others = RESULTS
+    first = np.array([run[figure] for run in next(iter(runs.values()))])
+    rows = []
+    for name, own in runs.items():
+        values = np.array([run[figure] for run in own])
+        row = dict(case=name, size=own[0]['size'] / 1e6, holm=math.nan)
+        row['mean'], row['sd'] = spread(values)
+        row['diff'], row['diff_sd'] = spread(values - first)
+        row['t'], row['p'] = student(values - first)
+        for other in [*others, 'seconds']:
+            row[other] = np.mean([run[other] for run in own])
+        rows.append(row)
+    least = 0.0
+    tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
+    for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
+        row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
+    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
+          f'by seed,\np is corrected for {len(rows) - 1} comparisons (Holm).\n'
+          f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
+    for row in rows:
+        print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
+              '{holm:7.3f}{seconds:6.0f}'.format(**row))
+    for row in rows if others else []:
+        print(f'{row["case"]:19}' + show({other: row[other] for other in others}))
+    return rows
+
+def bench(c):
+    """Time steps of the training loop, and a forward pass, in turn: noise meets all alike."""
+    device, dtype = pick_device(c)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+    loops, batches, times = {}, {}, {}
+    for name, case in cases_of(c).items():  # settings with which a step is nothing but a step
+        batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
+        loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
+                                    eval_interval=10**9, log_interval=10**9))
+        next(loops[name])
+    for _ in range(c.rounds + 2):  # two to warm up
+        for name, loop in loops.items():
+            begin = time.perf_counter()
+            _, model, _ = next(loop)
+            wait()
+            middle = time.perf_counter()
+            with autocast, torch.no_grad():
+                model.eval()(batches[name][0])
+            wait()
+            times.setdefault((name, 'training'), []).append(middle - begin)
+            times.setdefault((name, 'inference'), []).append(time.perf_counter() - middle)
+        if STOP:
+            return print('stopped')
+    print('\nmedian time, and its ratio to the first case: median and quartiles')
+    for (name, what), own in times.items():
+        first = np.array(times[next(iter(loops)), what])
+        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
+        print(f'{name:24}{what:10}{1000 * np.median(own[2:]):9.1f} ms'
+              f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
+    return times
+
+def parse(argv):
+    """argv -> action, Config."""
+    p = argparse.ArgumentParser(
+        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
+        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
+        allow_abbrev=False)
+    p.error = lambda message: fail(f'{message} (see --help)')
+    p.add_argument('--preset', choices=PRESETS, help='named settings; flags go over them')
+    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
+    for f in fields(Config):
+        p.add_argument('--' + f.name.replace('_', '-'), '--' + f.name, help=argparse.SUPPRESS,
+                       **kinds.get(f.type, dict(type=f.type)))
+    argv = sys.argv[1:] if argv is None else list(argv)
+    action = argv.pop(0) if argv and argv[0] in ACTIONS else 'train'
+    given = vars(p.parse_args(argv))
+    preset, why = 'tiny', 'no CUDA GPU is here'
+    if torch.cuda.is_available():
+        preset, why = 't4', "a CUDA GPU is here; --preset tiny is the README's"
+    if 'preset' in given:
+        preset, why = given.pop('preset'), 'as asked'
+    print(f'preset  {preset}: {why}')
+    c = Config(**{**PRESETS[preset], **given})
+    if 'data' not in given and c.data != 'builtin' and not Path('data', c.data).exists():
+        print(f'note    built-in data: python prepare_data.py {c.data} gets what {preset} wants')
+        c = replace(c, data='builtin')
+    return action, c
+
+def catch(number, frame):
+    """The first Ctrl-C or SIGTERM waits for the end of the step; the second kills."""
+    STOP.append(number)
+    signal.signal(number, signal.SIG_DFL)
 
 def main(argv=None):
     """Do what the command line says -> the figures that came out."""
-    for stream in (sys.stdout, sys.stderr):
-        getattr(stream, 'reconfigure', lambda **_: None)(errors='replace', line_buffering=True)
-    if RANK or not sys.stdout:
+    if RANK:
         sys.stdout = open(os.devnull, 'w')
-    function, options, config, given = parse(argv, ACTIONS)
-    there = config.data == 'builtin' or os.path.isdir(Path('data', config.data))
-    missing = 'data' not in given and not there
-    if missing and not options.get('resume'):
-        print(f'data/{config.data} is not there, so this runs on the built-in data; the recipe '
-              f'wants `python prepare_data.py {config.data}` (see README.md, Data)')
-        config = replace(config, data='builtin')
-    elif options['preset'] and not missing:
-        given = {**PRESETS[options['preset']], **given}
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    torch.set_num_threads(config.threads or before[0])
-    torch.set_float32_matmul_precision('high')  # TF32 where there is any
+    action, c = parse(argv)
+    device, _ = pick_device(c)
     if WORLD > 1:
-        on_cuda = pick_device(config)[0].type == 'cuda'
-        dist.init_process_group('nccl' if on_cuda else 'gloo')
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+    STOP.clear()
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return function(options, config, given)
-    except OSError as e:
-        fail(f'{e.filename or "system"}: {e.strerror or e}')
-    except ImportError as e:
-        fail(f'{e.name} is missing: pip install {e.name}')
-    except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not re.search('out of memory|allocate memory', str(e)):
+        result = ACTIONS[action](c)
+    except FloatingPointError as error:
+        fail(f'{error}: try a lower --learning-rate; the last checkpoint is from before')
+    except (ImportError, OSError) as error:  # no such package or file, disk full, no network
+        fail(error)
+    except RuntimeError as error:
+        if 'memory' not in str(error):
             raise
-        fail(f'out of memory ({str(e).splitlines()[0][:90]}): a smaller --batch-size, with more '
-             '--grad-accum-steps for it, takes the same steps')
-    except KeyboardInterrupt:
-        raise SystemExit(130)
-    finally:  # a notebook goes on as it was
-        torch.set_num_threads(before[0])
-        torch.set_float32_matmul_precision(before[1])
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+        fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if WORLD > 1:
             dist.destroy_process_group()
-# --- end of workbench
+    if STOP:
+        raise SystemExit(128 + STOP[0])
+    return result
+# --- end of tools
 
-ACTIONS.update({
-    'inspect': (inspect_layers, {}, 'Train and watch what the layers do.'),
-    'sample': (sample, {**NEWEST, '--prompt': dict(default='\n', help='text, or FILE:path'),
-                        '--num-samples': number(1, 'texts'),
-                        '--max-new-tokens': number(300, 'tokens'),
-                        '--temperature': number(0.8, '0 takes the likeliest token'),
-                        '--top-k': number(0, 'choose among the k likeliest; 0: among all')},
-               'Continue a text.'),
-})
+ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
+           'inspect': inspect_layers, 'sample': lambda c: complete(*load_run(c))}
 
-if __name__ == '__main__':
+if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
     main()
