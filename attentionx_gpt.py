@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-637 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-641 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -219,6 +219,10 @@ TABLES = {  # rows for `compare --table NAME`: the papers' experiments
     'ax1': {name: dict(attention=name) for name in ('softmax', 'attentionx-v1')},
     'ax2': {name: dict(attention=name) for name in ('softmax', 'attentionx')},
     'bf': {name: dict(attention=name) for name in ('softmax', 'belief', 'belief-star')},
+    # the best of five rates for tiny shakespeare, 1000 steps (assets/results.md)
+    'best': {'softmax': dict(attention='softmax', learning_rate=1.6e-2),
+             'attentionx': dict(attention='attentionx', learning_rate=4e-3),
+             'belief': dict(attention='belief', learning_rate=8e-3)},
 }
 CHOICES = {
     'attention': ATTENTION, 'arch': ('gpt2', 'rotary'), 'tokenizer': ('bytes', 'gpt2'),
@@ -409,7 +413,7 @@ def read_text(c):
         train = [text for i, text in enumerate(texts) if i % 10 < 9]
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
-        fail(f'--data {c.data}: no such file; python prepare_data.py --list names what there is')
+        fail(f'--data {c.data}: no such file; python prepare_data.py lists what there is')
     text = Path(c.data).read_text('utf-8-sig', errors='replace')
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]

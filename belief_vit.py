@@ -16,7 +16,7 @@ what it did not know already; AttentionX passes on V less MH. (Why: see attentio
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
     [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, project
+    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
@@ -31,15 +31,14 @@ what it did not know already; AttentionX passes on V less MH. (Why: see attentio
     python belief_vit.py compare --preset cifar-paper --table 3    # the papers' tables: 1 and 3
     python belief_vit.py --preset imagenet-paper       # DeiT-small, images growing from 32 to 224
 
-The same command goes on where it was stopped, and shows its result again when it is done. The first
-ends with 96.4 % of the test images right, where a linear model of the pixels gets 26.2 % (563
-steps, 154,030 parameters, one seed, one CPU thread).
+The first ends with 96.4 % of the test images right, a linear model of the pixels with 26.2 % (563
+steps, 154,030 parameters, one seed). Given again, a command goes on where it was stopped.
 
 vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
 efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
 47,088 unused parameters, and with position embeddings that the optimizer does not lose.
 
-Lines 1-916 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-878 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -80,10 +79,9 @@ def stream(name, *numbers):
 
 # ------------------------------------ the papers' method ------------------------------------
 def multi_head(q, k, v, zero_diag=False, scale=None):
-    """MH = softmax(scale QK^T) V, all tokens to all; scale is 1 / sqrt(hs) if None.  [BF Eq. 9]
+    """MH = softmax(scale QK^T) V, from q, k, v (B, nh, T, hs) -> (B, T, nh, hs).  [BF Eq. 9]
 
-    q, k, v (B, nh, T, hs) -> (B, T, nh, hs). With zero_diag a token attends only to the others;
-    one that is alone has none and gets zeros.
+    scale is 1 / sqrt(hs) if None. With zero_diag a token attends only to the others, if any.
     """
     T = q.size(2)
     if zero_diag and T == 1:
@@ -92,11 +90,8 @@ def multi_head(q, k, v, zero_diag=False, scale=None):
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(1, 2)
 
 def orthogonal(mh, v, dims):
-    """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V.
-
-    ||V||^2 overflows float16 once V's rms passes 9.2 at 768 channels: this is float32 at least.
-    """
-    wide = torch.promote_types(v.dtype, torch.float32)
+    """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
+    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 soon overflows float16
     x, y = mh.to(wide), v.to(wide)
     mh_v = (x * y).sum(dims, keepdim=True)
     v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] nothing to take where V = 0
@@ -107,8 +102,7 @@ ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projectio
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
-    # in every head; published alone as Exclusive Self Attention  [BF Eq. 13]
-    'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
     # both, each with an output matrix of its own  [BF Eq. 15]
     'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # two controls
@@ -194,7 +188,6 @@ class Config:
     # actions
     run: str = ''                  # predict: a run's folder; default: the last one of train
     images: list = ()              # predict: photos; may be repeated
-    token: int = 0                 # inspect: of whom; 0: the class token, as Fig. 3; -1: of all
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
     seeds: str = '0,1,2'           # compare: a run each
@@ -317,17 +310,14 @@ class Attention(nn.Module):
         by_head = [t.transpose(1, 2) for t in (q, k, v)]                    # (B, nh, T, hs)
         return q, k, v, multi_head(*by_head, self.config.zero_diag, scale)
 
-    def project(self, update):
-        """What a function of ATTENTION returns -> (B, T, C)."""
-        if self.config.attention == 'belief-star':
-            delta, delta_s = update
-            return self.proj(delta.flatten(2)) + self.proj_s(delta_s.flatten(2))  # [BF Eq. 15]
-        return self.proj(update.flatten(2))
-
     def forward(self, x):
+        """x (B, T, C) -> (B, T, C)."""
         _, _, v, mh = self.heads(x)
         update = ATTENTION[self.config.attention](mh, v, self.gamma)
-        return self.drop(self.project(update))
+        if self.config.attention == 'belief-star':  # [BF Eq. 15]
+            delta, delta_s = update
+            return self.drop(self.proj(delta.flatten(2)) + self.proj_s(delta_s.flatten(2)))
+        return self.drop(self.proj(update.flatten(2)))
 
 class Mlp(nn.Module):
     def __init__(self, c):
@@ -340,8 +330,7 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 class LocalMlp(nn.Module):
-    """LocalViT's: a depthwise 3x3 convolution mixes neighbours; the class token gets nothing, so
-    that the last block's has gradients of zero."""
+    """LocalViT's: a depthwise 3x3 convolution mixes neighbours; the class token gets nothing."""
     def __init__(self, c):
         super().__init__()
         self.fc1 = nn.Linear(c.embed_dim, c.mlp_dim, bias=False)
@@ -404,10 +393,7 @@ class ViT(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name, p):
         """Each tensor has a generator of its own, so that variants start alike where they are.
-
-        vit-small: PyTorch's own, and N(0, 1) for positions and class token; deit-small: N(0, 0.02),
-        truncated; deit-small-local: Xavier's for W_q, W_k, W_v each and for all other matrices.
-        """
+        vit-small is as PyTorch makes it, deit-small as timm, deit-small-local as Xavier."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         layer = self.get_submodule(name.rpartition('.')[0])
@@ -458,33 +444,30 @@ class SETAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            beta1, beta2 = group['betas']
             for p in group['params']:
-                if p.grad is not None:
-                    self.update(p, self.state[p], group)
-
-    def update(self, p, state, group):
-        beta1, beta2 = group['betas']
-        if not state:
-            state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-        state['step'] += 1
-        m, v, t = state['m'], state['v'], state['step']
-        m.lerp_(p.grad, 1 - beta1)
-        v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-        # [choice] c does not depend on the scale of v, but v^2 leaves float32's range, and v = 0
-        # makes c 0/0: so v's largest entry is the unit here
-        tiny = torch.finfo(v.dtype).tiny
-        unit = v / v.max().clamp_min(tiny)
-        c = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(tiny))
-        w = (c * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
-        step = m / (w - group['tau'] * w.min())
-        p.sub_(step * (group['lr'] / (1 - beta1 ** t)))
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state['step'] += 1
+                m, v, t = state['m'], state['v'], state['step']
+                m.lerp_(p.grad, 1 - beta1)
+                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                # [choice] c does not depend on the scale of v, but v^2 leaves float32's range, and
+                # v = 0 makes c 0/0: so v's largest entry is the unit here
+                tiny = torch.finfo(v.dtype).tiny
+                unit = v / v.max().clamp_min(tiny)
+                c = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(tiny))
+                w = (c * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
+                step = m / (w - group['tau'] * w.min())
+                p.sub_(step * (group['lr'] / (1 - beta1 ** t)))
 
 # ------------------------------------ data ------------------------------------
 def load_data(c):
-    """c.data -> train, val and test, each of them images and labels (N,), and names of classes.
-
-    Images are bytes (N, 3, H, W) or, of photos, paths (N,).
-    """
+    """c.data -> train, val and test, each of them images, bytes (N, 3, H, W) or paths of photos
+    (N,), and labels (N,); names of classes; threads, and what they do ahead of time."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
@@ -503,11 +486,11 @@ def load_data(c):
     if not 0 < len(rest) < len(order):
         fail(f'--data {c.data}: of {len(labels)} images {cut} for validation leave {len(rest)} to '
              'train: give more, or another --val-fraction')
-    about = (f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
-             f'{len(test[1]):,} to test')
     return SimpleNamespace(
         train=(images[rest], labels[rest]), val=(images[val], labels[val]), test=test,
-        classes=classes, about=about, threads=ThreadPoolExecutor(), ahead={})
+        classes=classes, threads=ThreadPoolExecutor(), ahead={},
+        about=f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
+              f'{len(test[1]):,} to test')
 
 COLOURS = {  # mean and deviation of red, green and blue, as the repositories have them
     'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -527,21 +510,20 @@ def normalise(images, size, c):
 # ------------------------------------ augmentation ------------------------------------
 # One image at a time, bytes (3, H, W); each operation equals Pillow's, bit for bit.
 def affine(x, a, b, c, d, e, f):
-    """Point (x, y) of the result is point (ax + by + c, dx + ey + f) of the image, black outside.
-
-    The nearest pixel, in 16.16 fixed point: Pillow rounds that way, and the rounding shows.
-    """
+    """Point (x, y) of the result is point (ax + by + c, dx + ey + f) of the image, black outside:
+    the nearest pixel, in 16.16 fixed point, because Pillow rounds that way and it shows."""
     H, W = x.shape[1:]
     matrix = np.array([[a, b, c + (a + b) / 2], [d, e, f + (d + e) / 2]])   # centres are at 0.5
     matrix = np.floor(65536 * matrix + 0.5).astype(int)
-    column, row = np.arange(W), np.arange(H)[:, None]
+    row, column = np.indices((H, W))
     u, v = [p * column + q * row + r >> 16 for p, q, r in matrix]           # (H, W) each
     inside = (0 <= u) & (u < W) & (0 <= v) & (v < H)
     return x[:, v.clip(0, H - 1), u.clip(0, W - 1)] * inside
 
 def rotate(x, degrees):
     H, W = x.shape[1:]
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    turn = math.radians(degrees)
+    cos, sin = math.cos(turn), math.sin(turn)
     return affine(x, cos, -sin, (W - W * cos + H * sin) / 2,
                   sin, cos, (H - W * sin - H * cos) / 2)
 
@@ -571,22 +553,20 @@ def blend(other, x, factor):
     return (other + factor * (x - other)).clip(0, 255).astype(np.uint8)
 
 def grey(x):
-    r, g, b = x.astype(int)
-    return 19595 * r + 38470 * g + 7471 * b + 32768 >> 16                   # (H, W)
+    return np.tensordot([19595, 38470, 7471], x, 1) + 32768 >> 16           # (H, W)
 
 def smooth(x):
     """3x3 mean, the pixel itself five times; the border stays as it is."""
-    rows = x[:, :-2].astype(int) + x[:, 1:-1] + x[:, 2:]
-    total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * x[:, 1:-1, 1:-1].astype(int)
     out = x.copy()
-    out[:, 1:-1, 1:-1] = (total + 6.5) / 13
+    nine = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (1, 2)).sum((3, 4))
+    out[:, 1:-1, 1:-1] = (nine + 4.0 * x[:, 1:-1, 1:-1] + 6.5) / 13
     return out
 
 def cutout(x, side, centre):
     """A box near the top or left border is moved inside, as its source does."""
+    out, reach = x.copy(), int(side) + 1
     top, left = [int(max(0, at * n - side / 2)) for at, n in zip(centre, x.shape[1:])]
-    out = x.copy()
-    out[:, top:int(top + side) + 1, left:int(left + side) + 1] = [[[125]], [[123]], [[114]]]
+    out[:, top:top + reach, left:left + reach] = [[[125]], [[123]], [[114]]]
     return out
 
 RANDAUGMENT = {  # operation of strength v, s = v or -v, around a point `at`; the range of v
@@ -612,11 +592,7 @@ DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, si
 
 def augment(x, chance, policy, size=None):
     """Of a photo's path a crop, (3, size, size), maybe flipped; an image (3, H, W) gets two
-    operations of RandAugment, a crop with 4 black pixels around it, maybe a flip.
-
-    Moving by up to 100 pixels, as `paper` does, is meant for 224: of 32 it leaves none. `fixed`
-    moves by up to 45 % of them.
-    """
+    operations of RandAugment, a crop with 4 black pixels around it, maybe a flip."""
     if x.ndim == 0:
         x = read_photo(x, size, chance)
         return x[..., ::-1] if chance[4] < 0.5 else x
@@ -624,7 +600,7 @@ def augment(x, chance, policy, size=None):
     for which, sign, *at in chance[3:].reshape(2, 4) if policy != 'none' else ():
         name = list(RANDAUGMENT)[int(which * len(RANDAUGMENT))]
         operation, low, high = RANDAUGMENT[name]
-        if policy == 'fixed' and 'Translate' in name:
+        if policy == 'fixed' and 'Translate' in name:  # 100 pixels are meant for images of 224
             high = 0.45 * (W if name == 'TranslateX' else H)
         v = low + (high - low) * MAGNITUDE
         x = operation(x, v, v if sign < 0.5 else -v, at)
@@ -633,8 +609,7 @@ def augment(x, chance, policy, size=None):
     return x[..., ::-1] if chance[2] < 0.5 else x
 
 def erase(images, rng):
-    """Random erasing, in place: in a quarter of the images (B, 3, H, W), normalised, a box of 2 to
-    33 % of the area, of any shape, becomes noise."""
+    """In a quarter of the images (B, 3, H, W) a box of 2 to 33 % of the area becomes noise."""
     H, W = images.shape[2:]
     for image in images:
         if rng.random() < 0.25:
@@ -647,10 +622,8 @@ def erase(images, rng):
     return images
 
 def mix(images, labels, num_classes, rng, smoothing):
-    """Mixup or cutmix, as likely, of a batch with itself in reverse, and smoothed labels.
-
-    images (B, 3, H, W), labels (B,) -> images, shares of the classes (B, num_classes).
-    """
+    """Mixup or cutmix, as likely, of images (B, 3, H, W) with themselves in reverse; labels (B,)
+    become smoothed shares of the classes (B, num_classes)."""
     soft = F.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes
     if rng.random() < 0.5:
         share = rng.beta(0.8, 0.8)
@@ -699,41 +672,30 @@ def make_optimizer(model, c):
 def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
-def draw_lots(data, c, step, micro):
-    """This process's rows of micro-batch `micro`: which images, out of one endless row of shuffles,
-    and random numbers (B, DRAWS) for them. They follow from seed and step alone."""
-    n = len(data.train[1])
-    rows = range(c.units_per_step)[micro * c.batch_size:][:c.batch_size][RANK::WORLD]
-    index = []
-    for row in rows:
-        epoch, place = divmod(step * c.units_per_step + row, n)
-        index.append(shuffled(c.seed, epoch, n)[place])
-    return index, stream('chance', c.seed, step).random((c.units_per_step, DRAWS))[rows]
-
-def size_at(data, c, step):
-    """Side of a step's images, in pixels: they may grow, by two patches at a time."""
-    epoch = step * c.units_per_step / len(data.train[1])
-    grown = 2 * c.patch_size * int(epoch / c.size_epochs)
-    return min(c.image_size, (c.first_size or c.image_size) + grown)
-
-def raw_batch(data, c, step, micro):
-    """Bytes (B, 3, H, W) and labels (B,). Threads already begin with the next step's."""
+def begin_batch(data, c, step, micro):
+    """This process's rows of a micro-batch, out of one endless row of shuffles, handed to the
+    threads -> bytes to come, labels, size. All follows from seed and step alone."""
     images, labels = data.train
-    for s in (step, step + 1):
-        if (s, micro) not in data.ahead:
-            index, chance = draw_lots(data, c, s, micro)
-            size = size_at(data, c, s)
-            photos = [data.threads.submit(augment, images[i], row, c.randaugment, size)
-                      for i, row in zip(index, chance)]
-            data.ahead[s, micro] = photos, labels[index]
-    photos, labels = data.ahead.pop((step, micro))
-    x = np.stack([photo.result() for photo in photos])
-    return torch.from_numpy(x), torch.from_numpy(labels)
+    n, begin = len(labels), step * c.units_per_step
+    grown = 2 * c.patch_size * int(begin / n / c.size_epochs)
+    size = min(c.image_size, (c.first_size or c.image_size) + grown)        # in pixels
+    rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)
+    chance = stream('chance', c.seed, step).random((c.units_per_step, DRAWS))[rows]
+    places = range(begin, begin + c.units_per_step)[rows]
+    index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
+    photos = [data.threads.submit(augment, images[i], row, c.randaugment, size)
+              for i, row in zip(index, chance)]
+    return photos, torch.from_numpy(labels[index]), size
 
 def get_batch(data, c, step, micro, device):
-    """Images (B, 3, size, size) and labels (B,) or, mixed, shares of the classes (B, K)."""
-    x, y = raw_batch(data, c, step, micro)
-    x, y = normalise(x.to(device), size_at(data, c, step), c), y.to(device)
+    """Images (B, 3, size, size) and labels (B,) or, mixed, shares of the classes (B, K). Threads
+    already begin with the next step's."""
+    for s in (step, step + 1):
+        if (s, micro) not in data.ahead:
+            data.ahead[s, micro] = begin_batch(data, c, s, micro)
+    photos, y, size = data.ahead.pop((step, micro))
+    x = torch.from_numpy(np.stack([photo.result() for photo in photos]))
+    x, y = normalise(x.to(device), size, c), y.to(device)
     if c.mix:  # pairs images of one process: here it matters how many there are
         rng = stream('mix', c.seed, step, micro, RANK)
         classes = max(c.num_classes, len(data.classes))
@@ -932,21 +894,19 @@ SHAPES = {  # how far a point (x, y) lies outside of a shape, in half its size
 @functools.lru_cache(2)
 def draw_shapes(n, seed):
     """n drawings -> images (n, 3, 32, 32) uint8, labels (n,). Place, size, angle, colours, light
-    and noise are chance, so that hardly a pixel tells a shape: only pixels together do."""
+    and noise are chance, so that only many pixels together tell a shape."""
     rng = stream('shapes', seed)
     images = np.empty((n, 3, 32, 32), np.uint8)
     labels = rng.integers(10, size=n)
     ramp = np.linspace(-1, 1, 32)
     for image, label in zip(images, labels):
-        half = rng.uniform(8, 13)                                           # of the size, in pixels
-        turn = rng.uniform(0, 2 * math.pi)
+        half, turn = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)        # size in pixels, angle
         x, y = (15.5 * ramp - rng.uniform(half - 15, 15 - half, (2, 1))) / half
         y = y[:, None]
         cos, sin = math.cos(turn), math.sin(turn)
         outside = list(SHAPES.values())[label](cos * x + sin * y, cos * y - sin * x)
         cover = np.clip(0.5 - half * outside, 0, 1)                         # (32, 32)
-        paper = rng.uniform(0, 130, (3, 1, 1))
-        ink = rng.uniform(60, 120, (3, 1, 1))
+        paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
         across, down = rng.uniform(-40, 40, (2, 3, 1, 1))
         light = across * ramp + down * ramp[:, None]                        # (3, 32, 32)
         noise = rng.normal(0, 10, (3, 32, 32))
@@ -966,10 +926,8 @@ def load_arrays(folder):
             fail(f'{path} wants images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
         parts[path.stem] = images, labels
     meta = folder / 'meta.json'
-    classes = [str(i) for i in range(max(labels) + 1)]
-    if meta.exists():
-        classes = json.loads(meta.read_text('utf-8')).get('classes', classes)
-    return parts['train'], parts.get('test'), classes
+    classes = json.loads(meta.read_text('utf-8'))['classes'] if meta.exists() else None
+    return parts['train'], parts.get('test'), classes or [str(i) for i in range(max(labels) + 1)]
 
 def load_photos(folder):
     """Photos in CLASS/*, or in train/CLASS/* and, for the test, val/CLASS/*, as ImageNet's are."""
@@ -977,35 +935,28 @@ def load_photos(folder):
     classes = sorted(path.name for path in root.iterdir() if path.is_dir())
     if len(classes) < 2:
         fail(f'{folder}: wants train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
-
     def photos(root):
-        paths, labels = [], []
-        for label, name in enumerate(classes):
-            found = [str(path) for path in sorted((root / name).rglob('*.*')) if path.suffix.lower()
-                     in ('.jpg', '.jpeg', '.png', '.bmp', '.webp')]
-            if not found:
-                fail(f'{root / name} has no photos')
-            paths += found
-            labels += [label] * len(found)
+        found = [(str(path), label) for label, name in enumerate(classes)
+                 for path in sorted((root / name).rglob('*.*'))
+                 if path.suffix.lower() in ('.jpg', '.jpeg', '.png', '.bmp', '.webp')]
+        paths, labels = zip(*found or fail(f'{root} has no photos in its folders'))
         return np.array(paths), np.array(labels)
-
     test = photos(folder / 'val') if root != folder and (folder / 'val').is_dir() else None
     return photos(root), test, classes
 
-def read_photo(path, size, chance=None, middle=0.875):
-    """A photo -> (3, size, size) uint8: that share of its middle or, by four numbers of chance, a
-    random crop of 8 to 100 % of its area, sides 3:4 to 4:3."""
+def read_photo(path, size, chance=None):
+    """A photo -> (3, size, size) uint8: its middle, as ImageNet is judged (all of that, if small),
+    or by four numbers of chance a crop of 8 to 100 % of its area, sides 3:4 to 4:3."""
     try:
         from PIL import Image, ImageOps
-    except ImportError:
-        raise OSError('photos want `pip install pillow`')
-    try:
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file).convert('RGB')
+    except ImportError:
+        raise OSError('photos want `pip install pillow`')
     except OSError as error:
         raise OSError(f'{path} is no photo: {error}')
     width, height = image.size
-    w = h = middle * min(width, height)
+    w = h = min(width, height) * (0.875 if size > 64 else 1.0)
     left, top = (width - w) / 2, (height - h) / 2
     if chance is not None:
         area = width * height * (0.08 + 0.92 * chance[0])
@@ -1018,10 +969,8 @@ def read_photo(path, size, chance=None, middle=0.875):
 def load_weights(model, path):
     """A checkpoint of this script, of timm or of DeiT: they share keys. Positions are resized, and
     an output layer for other classes than the data's is left as it is."""
-    saved = load_checkpoint(path, own=False)
-    weights = {key.removeprefix('module.').removeprefix('_orig_mod.'): p
-               for key, p in saved.get('model', saved).items()}
-    own = model.state_dict()
+    weights, own = load_checkpoint(path, own=False), model.state_dict()
+    weights = dict(weights.get('model', weights))
     try:
         g = math.isqrt(own['pos_embed'].size(1) - 1)
         weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
@@ -1041,28 +990,13 @@ def linear_accuracy(data, c):
     weights = torch.linalg.solve(ridge, x.T @ F.one_hot(y[0]).float())
     return ((x_test @ weights).argmax(1) == y[1]).float().mean().item()
 
-def draw_images(path, images, columns):
-    """A picture of images (N, 3, H, W), 0 to 1, in whole rows of `columns`."""
-    try:
-        from matplotlib.image import imsave
-    except ImportError:
-        return print(f'no {path.name}: pictures want `pip install matplotlib`')
-    images = images[:len(images) // columns * columns]
-    tiles = F.pad(images, (1, 1, 1, 1), value=1.0).unflatten(0, (-1, columns))
-    sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)        # (height, width, 3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    imsave(path, sheet.repeat_interleave(3, 0).repeat_interleave(3, 1).cpu().numpy())
-    print(f'picture {path}')
-
 def report(c, model, log):
-    """What came out, beside a yardstick, and what the augmentation does."""
+    """What came out, beside a yardstick."""
     data, last = load_data(c), log[-1]
     print(f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
           f'{100 * last["best_test_acc"]:.1f} %\n'
           f'        a linear model of the same pixels: {100 * linear_accuracy(data, c):.1f} %, '
           f'chance: {100 / len(data.classes):.1f} %')
-    images = raw_batch(data, c, 0, 0)[0][:64] / 255
-    draw_images(run_folder(c) / 'augmented.png', images, min(8, len(images)))
 
 @torch.no_grad()
 def predict(c):
@@ -1070,59 +1004,61 @@ def predict(c):
     answers = []
     run, model = load_run(c)
     for image in c.images or fail('predict wants --images PHOTO'):
-        photo = read_photo(image, run.image_size, middle=0.875 if run.image_size > 64 else 1.0)
-        x = normalise(torch.tensor(photo)[None].to(model.cls_token.device), run.image_size, run)
+        photo = torch.tensor(read_photo(image, run.image_size))[None].to(model.head.weight.device)
+        x = normalise(photo, run.image_size, run)                           # (1, 3, H, W)
         chances = model(x)[0, :len(run.classes)].softmax(-1).tolist()
         answers.append(sorted(zip(run.classes, chances), key=lambda pair: -pair[1])[:5])
         print(f'{image}: ' + ', '.join(f'{name} {100 * p:.1f} %' for name, p in answers[-1]))
     return answers
 
-def walk(model, images):
-    """Each block of the model and what it gets, X (B, T, C)."""
+@torch.no_grad()
+def diagnose(model, images):
+    """What the class token's attention does: for each layer a dict of means over the images, and
+    maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
+
+    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o, their cosines with the layer's input
+    X, alpha. Delta is never longer than MH [BF Eq. 11]; after W^o, whatever BF says, it can be.
+    """
+    c, rows, maps = model.config, [], []
     x, grid = model.embed(images)
     for block in model.blocks:
-        yield block, x
-        x = block(x, grid)
-
-@torch.no_grad()
-def diagnose(model, images, token=0):
-    """What attention does with images: for each layer a dict of means over them, of a token's
-    ||MH||, ||Phi|| or ||Delta||, the same two after W^o, the cosines between X and either of these,
-    and alpha. Delta is never longer than MH [BF Eq. 11]; after W^o, whatever BF says, it can be.
-    """
-    rows = []
-    for block, x in walk(model, images):
         attn = block.attn
-        _, _, v, mh = attn.heads(block.norm1(x))                            # (B, T, nh, hs)
-        update = ATTENTION[model.config.attention](mh, v, attn.gamma)
+        q, k, v, mh = attn.heads(block.norm1(x))                            # (B, T, nh, hs)
+        update = ATTENTION[c.attention](mh, v, attn.gamma)
         update = update[0] if type(update) is tuple else update
-        alpha = (mh * v).sum((2, 3)) / (v * v).sum((2, 3))                  # (B, T)
-        mh, update = mh.flatten(2), update.flatten(2)                       # (B, T, nh hs)
+        own, v, mh, update = [t[:, 0].flatten(1) for t in (x, v, mh, update)]  # (B, C)
         mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
         figures = dict(
-            mh=mh.norm(dim=-1), update=update.norm(dim=-1), mh_out=mh_out.norm(dim=-1),
-            update_out=update_out.norm(dim=-1), cos_mh=F.cosine_similarity(mh_out, x, dim=-1),
-            cos_update=F.cosine_similarity(update_out, x, dim=-1), alpha=alpha)
-        at = slice(None) if token < 0 else token
-        rows.append({name: value[:, at].mean().item() for name, value in figures.items()})
-    return rows
-
-@torch.no_grad()
-def attention_maps(model, images):
-    """Where the class token looks -> (layers, B, h, w): the heads' mean softmax weight on each
-    patch, 1 for the largest of a map."""
-    maps = []
-    for block, x in walk(model, images):
-        q, k, _, _ = block.attn.heads(block.norm1(x))                       # (B, T, nh, hs)
+            mh=mh.norm(dim=1), update=update.norm(dim=1), mh_out=mh_out.norm(dim=1),
+            update_out=update_out.norm(dim=1), cos_mh=F.cosine_similarity(mh_out, own),
+            cos_update=F.cosine_similarity(update_out, own),
+            alpha=(mh * v).sum(1) / (v * v).sum(1))
+        rows.append({name: value.mean().item() for name, value in figures.items()})
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k)                  # (B, nh, T)
-        if not model.config.shifted:
-            scores = scores * model.config.head_size ** -0.5
-        if model.config.zero_diag:
+        scores *= 1.0 if c.shifted else c.head_size ** -0.5
+        if c.zero_diag:
             scores[..., 0] = -math.inf
         p = scores.softmax(-1).mean(1)[:, 1:]                               # (B, h w)
-        p = p / p.amax(1, keepdim=True)
-        maps.append(p.unflatten(1, (images.size(2) // model.config.patch_size, -1)))
-    return torch.stack(maps)
+        maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
+        x = block(x, grid)
+    return rows, maps
+
+def draw_maps(path, images, maps):
+    """A row of images, and for each layer a row of them lit where the class token looks."""
+    try:
+        from matplotlib.image import imsave
+    except ImportError:
+        return
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    images = (images - low) / (high - low)
+    rows = [images]
+    for light in maps:
+        light = F.interpolate(light[:, None], images.shape[2:])             # (B, 1, H, W)
+        rows.append((0.2 + 0.8 * light) * images)
+    tiles = F.pad(torch.stack(rows), (1, 1, 1, 1), value=1.0)               # (rows, B, 3, H, W)
+    sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)        # (height, width, 3)
+    imsave(path, sheet.repeat_interleave(3, 0).repeat_interleave(3, 1).cpu().numpy())
+    print(f'picture {path}')
 
 def inspect_layers(c):
     """Train, and look into the layers: BF's Fig. 3, which has the first epoch, and maps."""
@@ -1131,20 +1067,16 @@ def inspect_layers(c):
     rows = []
     for step, model, log in train(c):
         if step % c.eval_interval == 0 or step == c.max_iters:
-            for layer, figures in enumerate(diagnose(model.eval(), images, c.token)):
-                rows.append(dict(step=step, layer=layer, **figures))
+            layers, maps = diagnose(model.eval(), images)
+            rows += [dict(step=step, layer=i, **figures) for i, figures in enumerate(layers)]
     for row in rows[-c.depth:]:
         print(f'layer {row["layer"]}: {show(row)}')
     folder = run_folder(c, 'inspect-')
     write_csv(folder / 'inspect.csv', rows)
-    layers = {f'layer {i}': [rows[i::c.depth]] for i in range(c.depth)}
-    draw(folder / 'inspect.png', layers, [('step', name) for name in figures])
-    x = images[:8]
-    maps = F.interpolate(attention_maps(model.eval(), x), x.shape[2:])      # (layers, 8, H, W)
-    low, high = x.amin((1, 2, 3), keepdim=True), x.amax((1, 2, 3), keepdim=True)
-    x = (x - low) / (high - low)
-    lit = (0.2 + 0.8 * maps[:, :, None]) * x                                # (layers, 8, 3, H, W)
-    draw_images(folder / 'attention.png', torch.cat([x, lit.flatten(0, 1)]), len(x))
+    logs = {f'layer {i}': [rows[i::c.depth]] for i in range(c.depth)}
+    draw(folder / 'inspect.png', logs, [('step', name) for name in layers[0]])
+    if RANK == 0:
+        draw_maps(folder / 'attention.png', images[:8], [map[:8] for map in maps])
     return rows
 
 # --- tools (identical in all four scripts; test_all.py checks)

@@ -5,22 +5,20 @@
 """A GPT-2 that attends to few tokens: masks learned by distillation, and what that is worth.
 
 The report (Optimizing Attention Mechanisms in Transformer Models; no author is named) replaces the
-causal mask of GPT-2, the teacher, by a linear combination of candidate masks, and trains this new
-model, the student, to give its teacher's distributions. It names five criteria of success and
-measures none: this script does the same with any masks, and measures all five.
+causal mask of GPT-2, the teacher, by a linear combination of candidate masks, and trains this
+student to give its teacher's distributions. It names five criteria of success and measures none:
+this script does the same with any masks, and measures all five.
 
-    MA   the report; its sections in order, 2.4 being Measure of Success
-
-    section        what                                                  function
+    the report     what                                                  function
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, coefficients
     [MA Sec. 2.1]  KL(P_base || P_custom), mean over tokens              token_kl
     [MA Sec. 2.5]  L1, the sum of the c_k; beside it the budget          penalty
     [MA Sec. 2.4]  accuracy, attention MSE, gradient cosine, KL          CRITERIA, fidelity
     [MA Sec. 2.4]  peak memory of attention, training step, inference    memory
 
-"A linear combination of masks" has three readings, in READINGS, and the text fits each somewhere.
-Under the default only ratios of the c_k count, so an L1 penalty finds no optimum and drives every
-alpha to minus infinity, as the report saw; the budget acts on c / max c, which has no such way out.
+"A linear combination of masks" has three READINGS, and the text fits each somewhere. Under the
+default only ratios of the c_k count, so an L1 penalty drives every alpha to minus infinity, as the
+report saw; the budget acts on c / max c, which has no such way out.
 
     python mask_distill.py                                  # train: 3-4 minutes on a CPU
     python mask_distill.py sample --prompt "def main("      # teacher and student, side by side
@@ -34,9 +32,8 @@ The first one ends with 48 % of the pairs at 1.005 of the teacher's accuracy, KL
 cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of one CPU thread).
 
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained on the spot; stage 2 is the
-student. A command that was stopped goes on when it is given again; one that was done shows its
-result. Where the report is silent the code says [choice].
-Lines 1-800 are the report: method, configuration, model, data, training. What follows is tools.
+student. Where the report is silent the code says [choice].
+Lines 1-763 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -62,6 +59,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
 
 SCRIPT = 'mask_distill'
@@ -108,13 +106,13 @@ def candidates(masks):
 
 def extent(masks):
     """Where windows and offsets end, at least 1, and how many first tokens are kept besides."""
-    reach, first = 1, 0
+    ends, firsts = [1], [0]
     for kind, n in candidates(masks):
         if kind in ('window', 'offset'):
-            reach = max(reach, n + (kind == 'offset'))
+            ends.append(n + (kind == 'offset'))
         if kind in ('first', 'sinks'):
-            first = max(first, n)
-    return reach, first
+            firsts.append(n)
+    return max(ends), max(firsts)
 
 def bounded(masks):
     """Are they windows, offsets and first tokens alone, which blocks and a small cache can hold?"""
@@ -131,20 +129,18 @@ def own_token(masks, log_c):
     """c / max c (nh, K + 1). [choice] So that no row is empty, a token may attend to itself: where
     no open mask surely holds that, one more does, with the largest coefficient."""
     relative = (log_c - log_c.amax(1, keepdim=True)).exp()                  # (nh, K)
-    own = torch.zeros_like(relative[:, :1])
     late = 10 ** 9  # past all that are first tokens
-    for k, (kind, n) in enumerate(candidates(masks)):
-        if KINDS[kind](late, late, n, 1):
-            own = own + relative[:, k:k + 1]
-    return torch.cat([relative, (own == 0).to(relative.dtype)], 1)
+    sure = [bool(KINDS[kind](late, late, n, 1)) for kind, n in candidates(masks)]
+    own = relative[:, sure].sum(1, keepdim=True) == 0                       # (nh, 1)
+    return torch.cat([relative, own.to(relative.dtype)], 1)
 
 def hold(masks, i, j):
     """Do the masks, and last the own token's, hold the pairs of queries i (..., Tq) and keys
     j (..., T)? -> (K + 1, ..., Tq, T)."""
     i, j = i[..., None], j[..., None, :]
     reach, _ = extent(masks)
-    terms = candidates(masks) + [('offset', 0)]
-    return torch.stack([KINDS[kind](i, j, n, reach) & (0 <= j) & (j <= i) for kind, n in terms])
+    return torch.stack([KINDS[kind](i, j, n, reach) & (0 <= j) & (j <= i)
+                        for kind, n in candidates(masks) + [('offset', 0)]])
 
 def mixture(c, M):
     """W = sum_k c_k M_k from c (nh, K), M (K, ..., Tq, T) -> (nh, ..., Tq, T).  [MA Sec. 3]"""
@@ -158,12 +154,12 @@ def each_softmax(S, M, c):
     """sum_k c_k softmax(S on M_k): for single tokens, no softmax is left; no tokens, nothing."""
     total = 0.0
     for m, c_k in zip(M, c.T):
-        p = F.softmax(S.masked_fill(~m, torch.finfo(S.dtype).min), dim=-1) * m
+        p = F.softmax(S.masked_fill(~m, torch.finfo(S.dtype).min), -1) * m
         total = total + c_k.view(-1, 1, 1) * p
     return total
 
-# Scores S = Q K^T / sqrt(hs) (B, nh, Tq, T), masks M (K, Tq, T), their coefficients c (nh or 1, K)
-# divided by the largest one, that one, and whether pairs are causal -> attention (B, nh, Tq, T)
+# Scores S = Q K^T / sqrt(hs) (B, nh, Tq, T), masks M (K, Tq, T), coefficients c (nh or 1, K)
+# divided by the largest one, that one, and which pairs are causal -> attention (B, nh, Tq, T)
 READINGS = {
     'renormalised': lambda S, M, c, largest, causal: F.softmax(S.add_(safe_log(mixture(c, M))), -1),
     'unnormalised': lambda S, M, c, largest, causal: (
@@ -249,7 +245,6 @@ class Config:
     budget: float = 0.0            # share of the causal pairs to keep; 0: any
     budget_weight: float = 1.0     # nats for each whole share above the budget
     alpha_lr: float = 0.03         # learning rate of the alphas
-    execution: str = 'auto'        # dense or blocked; auto: blocked where that is possible
     # teacher and model
     stage: str = 'student'         # set by the script: teacher in stage 1
     init: str = ''                 # teacher: a GPT-2's safetensors file, or a checkpoint of stage 1
@@ -275,8 +270,6 @@ class Config:
     warmup_iters: int = 20
     warmdown_iters: int = 0        # last steps: down to 0 (trapezoid) or at a tenth (step)
     weight_decay: float = 0.1      # AdamW's, on matrices of a teacher trained here
-    beta1: float = 0.9
-    beta2: float = 0.99
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 50        # steps between evaluations, and between checkpoints
     eval_rows: int = 64            # validation windows, the same ones every time
@@ -294,7 +287,6 @@ class Config:
     prompt: str = ''               # sample: a text to continue; default: the report's seven
     new_tokens: int = 100          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
-    top_k: int = 0                 # sample: choose among the k likeliest; 0: among all
     lengths: str = '1024'          # criteria, scaling: tokens of the sequences measured
     over: list = ()                # compare, bench, inspect: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench, inspect: a name in TABLES; default: the first
@@ -308,8 +300,6 @@ class Config:
             if getattr(self, name) not in allowed:
                 fail(f'--{name} {getattr(self, name)}: choose from {", ".join(allowed)}')
         candidates(self.masks)
-        if self.execution == 'blocked' and self.how == 'dense':
-            fail(f'--execution blocked cannot do --masks {self.masks}, --reading {self.reading}')
         if self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
         if not 0 <= self.budget <= 1:
@@ -319,9 +309,7 @@ class Config:
 
     @property
     def how(self):
-        """The execution: blocked where that is possible and not ruled out."""
-        possible = self.reading == 'renormalised' and bounded(self.masks)
-        return 'blocked' if possible and self.execution != 'dense' else 'dense'
+        return 'blocked' if self.reading == 'renormalised' and bounded(self.masks) else 'dense'
 
     @property
     def variant(self):
@@ -337,8 +325,7 @@ T4 = dict(data='wikitext-2', block_size=256, n_layer=6, n_head=6, n_embd=384, te
 PRESETS = {
     'tiny': {},
     't4': dict(T4, masks='window:96+sinks:4', max_iters=600, eval_interval=100),
-    # 1,000 samples of up to 512 tokens, 100 epochs, five masks, L1: the report says no more, and
-    # trained attention is what its fall from 2.14 to 0.40 needs. [choice] batch, rates, weight
+    # [choice] batch, rates, weight of L1; and trained attention, which its fall of the loss needs
     'report004': dict(T4, masks='last5', l1=1e-3, block_size=512, samples=1000, batch_size=8,
                       max_iters=12500, eval_interval=250),  # 100 epochs of 125 steps
 }
@@ -357,9 +344,8 @@ TABLES = {  # rows for `compare --table NAME` and `inspect --table NAME`
 }
 CHOICES = {
     'reading': READINGS, 'learn': ('alphas', 'attention'), 'stage': ('teacher', 'student'),
-    'execution': ('auto', 'dense', 'blocked'), 'tokenizer': ('bytes', 'gpt2'),
-    'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
-    'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
+    'tokenizer': ('bytes', 'gpt2'), 'schedule': ('cosine', 'trapezoid', 'step', 'constant'),
+    'table': ('', *TABLES), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
 
 # ------------------------------------ model ------------------------------------
@@ -383,27 +369,19 @@ class SelfAttention(nn.Module):
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
         self.register_parameter('alpha', None)
 
-    def log_c(self):
-        return None if self.alpha is None else coefficients(self.alpha)
-
-    def attend(self, q, k, v, i, j):
+    def attend(self, q, k, v, i, j, watch=None):
         """q, k, v (B, nh, T, hs), positions i of queries and j of keys -> (B, nh, Tq, hs)."""
+        log_c = None if self.alpha is None else coefficients(self.alpha)
+        if watch is not None:
+            watch.append(attention_weights(q, k, self.masks, log_c, self.reading, i, j))
         if self.how == 'sdpa' and len(i) in (1, len(j)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=len(i) > 1)
         if self.how == 'blocked' and len(i) == len(j):
-            return blocked_attention(q, k, v, self.masks, self.log_c())
-        return dense_attention(q, k, v, self.masks, self.log_c(), self.reading, i, j)
-
-    def remember(self, cache, k, v, j):
-        """Leave in the cache what tokens after the last one may attend to; j: positions of k, v."""
-        reach, first = extent(self.masks)
-        stays = (j < first) | (j > j[-1] + 1 - reach)
-        if self.reading == 'unnormalised' or not bounded(self.masks):
-            stays = slice(None)  # the former divides by what the masks leave out, too
-        cache.update(k=k[:, :, stays], v=v[:, :, stays], j=j[stays], past=j[-1].item() + 1)
+            return blocked_attention(q, k, v, self.masks, log_c)
+        return dense_attention(q, k, v, self.masks, log_c, self.reading, i, j)
 
     def forward(self, x, cache=None, watch=None):
-        """x (B, T, C) -> like x. cache: {} at first; watch: a list, gets weights (B, nh, T, T)."""
+        """x (B, T, C) -> like x."""
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))             # (B, T, 3, nh, hs)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                                # (B, nh, T, hs) each
         past = cache['past'] if cache else 0
@@ -411,11 +389,13 @@ class SelfAttention(nn.Module):
         if cache:
             k, v = torch.cat([cache['k'], k], 2), torch.cat([cache['v'], v], 2)
             j = torch.cat([cache['j'], i])
-        if cache is not None:
-            self.remember(cache, k, v, j)
-        if watch is not None:
-            watch.append(attention_weights(q, k, self.masks, self.log_c(), self.reading))
-        return self.c_proj(self.attend(q, k, v, i, j).transpose(1, 2).flatten(2))
+        if cache is not None:  # keep what tokens after the last one may attend to
+            reach, first = extent(self.masks)
+            stays = (j < first) | (j > j[-1] + 1 - reach)
+            if self.reading == 'unnormalised' or not bounded(self.masks):
+                stays[:] = True  # the former divides by what the masks leave out, too
+            cache.update(k=k[:, :, stays], v=v[:, :, stays], j=j[stays], past=past + len(i))
+        return self.c_proj(self.attend(q, k, v, i, j, watch).transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, c):
@@ -447,59 +427,46 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
-        for name, p in self.named_parameters():
-            self.init_parameter(name, p)
+        for name, p in self.named_parameters():  # a generator for each, so that models start alike
+            generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
+            if name.endswith('.bias'):
+                nn.init.zeros_(p)
+            elif name.endswith('.weight') and p.dim() == 2:  # gains, and what you add, stay as made
+                std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
+                nn.init.normal_(p, 0.0, std, generator=generator)
 
-    @torch.no_grad()
-    def init_parameter(self, name, p):
-        """Each tensor has a generator of its own, so that models start alike where they are."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        if name.endswith('.bias'):
-            p.zero_()
-        elif name.endswith('.weight') and p.dim() == 2:  # gains, and what you add, stay as made
-            std = 0.02 / math.sqrt(2 * self.config.n_layer) if 'c_proj' in name else 0.02
-            p.normal_(0.0, std, generator=generator)
-
-    def features(self, idx, cache=None, watch=None):
-        """idx (B, T) -> what the output layer sees, (B, T, C). `cache`: a dict for every layer."""
+    def forward(self, idx, cache=None, watch=None, logits=True):
+        """idx (B, T) -> logits (B, T, V), or the features (B, T, C) that they come from. cache: a
+        dict for every layer; watch: a list, gets every layer's attention weights (B, nh, T, T)."""
         past = cache[0].get('past', 0) if cache else 0
         x = self.wte(idx) + self.wpe(torch.arange(past, past + idx.size(1), device=idx.device))
         for block, layer in zip(self.h, cache or [None] * len(self.h)):
             x = block(x, layer, watch)
-        return self.ln_f(x)
-
-    def forward(self, idx, cache=None, logits=True):
-        """idx (B, T) -> logits (B, T, V), or the features (B, T, C) that they come from."""
-        x = self.features(idx, cache)
+        x = self.ln_f(x)
         return F.linear(x, self.wte.weight) if logits else x
 
     def alphas(self):
         return [block.attn.alpha for block in self.h]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0):
+    def generate(self, idx, max_new_tokens, temperature=1.0):
         """idx (B, T) -> (B, T + max_new_tokens), and the bytes of the cache at the end. [choice]
-        GPT-2's positions belong to its inputs, so nothing cached can move: where they are used up,
-        the last half of them is encoded afresh. Temperature 0 takes the likeliest token."""
+        Nothing cached can move: where positions are used up, the last half is encoded afresh."""
         positions = len(self.wpe.weight)
         new, cache = idx[:, -positions:], [{} for _ in self.h]
         for _ in range(max_new_tokens):
             if cache[0].get('past') == positions:
                 new, cache = idx[:, -(positions // 2):], [{} for _ in self.h]
             logits = self(new, cache)[:, -1].float()                        # (B, V)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)                       # (B, 1)
-            else:
-                if top_k:
-                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-                    logits[logits < kth] = -math.inf
+            new = logits.argmax(-1, keepdim=True)                           # (B, 1)
+            if temperature:
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
             idx = torch.cat([idx, new], dim=1)
         return idx, sum(layer['k'].nbytes + layer['v'].nbytes for layer in cache)
 
 def substitute(teacher, c):
-    """The teacher with masks in its attention, and every alpha 0. What --learn does not name is
-    frozen and, but for the attention, shared with the teacher."""
+    """The teacher with a copy of its attention, which has masks and alphas of 0; what --learn does
+    not name is frozen."""
     shared = {id(p): p for name, p in teacher.named_parameters() if '.attn.' not in name}
     model = copy.deepcopy(teacher, shared)
     model.config = c
@@ -514,10 +481,10 @@ def substitute(teacher, c):
 
 # ------------------------------------ data ------------------------------------
 def read_text(c):
-    """Two texts, to train and to validate on: every tenth file, or the last tenth of one file."""
+    """Two texts: to train on, and every tenth file or the last tenth of one to validate on."""
     if c.data == 'builtin':
         files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
-        texts = [f.read_text('utf-8', errors='replace') for f in files]
+        texts = [file.read_text('utf-8', errors='replace') for file in files]
         val = ''.join(texts[9::10])
         del texts[9::10]
         return ''.join(texts), val
@@ -536,14 +503,14 @@ def get_tokenizer(name):
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
 def load_data(c):
-    """train and val (uint16 tokens), their tokenizer, the starts of the windows to validate on and
-    of those to train on (pool; empty: any), and in stage 2 the teacher that c.init names."""
+    """train and val (uint16 tokens), where windows to validate on and to train on start (pool;
+    empty: anywhere), and in stage 2 the teacher that c.init names."""
     folder = Path('data', c.data)
+    tokenizer = c.tokenizer
     if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         tokenizer = json.loads((folder / 'meta.json').read_text('utf-8'))['tokenizer']
         train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
     else:
-        tokenizer = c.tokenizer
         encode = get_tokenizer(tokenizer).encode_ordinary
         train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
     V = dict(bytes=256, gpt2=50257)[tokenizer]
@@ -572,8 +539,7 @@ def windows(tokens, starts, c, device):
     return x[:, :-1], x[:, 1:]
 
 # ------------------------------------ training ------------------------------------
-# What the loop below knows of distillation. It runs twice: stage 1 trains a teacher on the text,
-# where none is to be had, and stage 2 the student on what the teacher says.
+# The loop below runs twice: stage 1 trains a teacher, where there is none; stage 2, a student.
 METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
 BETTER = min          # the less the better
 RESULTS = ['kl', 'accuracy', 'mse', 'cosine', 'kept']  # what `compare` tables
@@ -591,19 +557,17 @@ def make_model(c, data):
     return substitute(data.teacher, replace(c, vocab_size=t.vocab_size))
 
 def make_optimizer(model, c):
-    """AdamW. A teacher's matrices decay; a student's nothing, since that would pull it to zero and
-    not to its teacher. The alphas have a rate of their own."""
+    """AdamW. Only a teacher's matrices decay: a student's should go to its teacher, not to zero."""
     groups = []
     for name, p in model.named_parameters():
         if p.requires_grad:
             lr = c.alpha_lr if name.endswith('alpha') else c.learning_rate
             decay = c.weight_decay if c.stage == 'teacher' and p.dim() == 2 else 0.0
             groups.append(dict(params=[p], lr=lr, weight_decay=decay))
-    return torch.optim.AdamW(groups, betas=(c.beta1, c.beta2))
+    return torch.optim.AdamW(groups, betas=(0.9, 0.99))
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of micro-batch `micro`, and the teacher, who knows more than those. They
-    follow from seed and step alone: a run that goes on sees what it would have seen."""
+    """This process's rows of micro-batch `micro`, from seed and step alone, and the teacher."""
     last = len(data.train) - c.block_size
     size = (c.grad_accum_steps, c.batch_size)
     starts = stream('batch', c.seed, step).integers(len(data.pool) or last, size=size)
@@ -615,9 +579,8 @@ def get_batch(data, c, step, micro, device):
 LOGITS = 2 ** 25  # of a distribution, held at once: 128 MB in float32
 
 def token_kl(x, y, weight):
-    """KL(teacher || student), nats, of features y and x (B, T, C) -> (B T,).  [MA Sec. 2.1]
-    Both have the same output weights (V, C). Logits are made, used, forgotten, and made again in
-    the backward pass. The mean is taken over tokens: the report's sum would grow with the text."""
+    """KL(teacher || student), nats, of features y and x (B, T, C), with the same output weights
+    (V, C) -> (B T,). Logits are forgotten, and made again in the backward pass.  [MA Sec. 2.1]"""
     def chunk(x, y):  # GPT-2's logits are near -100, where bfloat16 knows halves: a KL of 5e-3
         with torch.autocast(x.device.type, enabled=False):
             p = F.log_softmax(F.linear(y.float(), weight.float()), dim=-1)  # (rows, V)
@@ -629,10 +592,10 @@ def token_kl(x, y, weight):
     return torch.cat([checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces])
 
 def text_loss(model, x, y, teacher):
-    """Nats per token, mean over x (B, T): stage 1, without a teacher, cross-entropy with y (B, T),
-    where targets of -1 are none; stage 2, KL."""
+    """Nats per token, mean over x (B, T), where the report's sum would grow with the text: stage 1,
+    without a teacher, cross-entropy with y (B, T); stage 2, KL."""
     if teacher is None:
-        return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), ignore_index=-1)
+        return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
     with torch.no_grad():
         features = teacher(x, logits=False)                                 # (B, T, C)
     return token_kl(model(x, logits=False), features, teacher.wte.weight).mean()
@@ -642,7 +605,7 @@ def loss_of(model, batch, c):
     return loss if c.stage == 'teacher' else loss + penalty(model.alphas(), c)
 
 def validation(data, rows, c, device):
-    """The same windows every time, spread evenly over the validation text, `rows` at a time."""
+    """The same windows every time, `rows` at a time."""
     for i in range(0, len(data.val_starts), rows):
         yield windows(data.val, data.val_starts[i:i + rows], c, device)
 
@@ -802,24 +765,19 @@ def train(c, folder=None):
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
 
 def read_header(path):
-    """A safetensors file -> (where its tensors begin, {name: entry}, metadata). Eight bytes hold
-    the length of a json header; an entry says of a tensor its dtype, shape and data_offsets."""
+    """A safetensors file -> (where its tensors begin, metadata, {name: dtype, shape and place}).
+    Eight bytes hold the length of that json header."""
     with open(path, 'rb') as file:
         n = int.from_bytes(file.read(8), 'little')
         if n > os.path.getsize(path):
             raise ValueError(f'a header of {n:,} bytes')
         entries = json.loads(file.read(n))
-    metadata = entries.pop('__metadata__', {})
-    return 8 + n, entries, metadata
+    return 8 + n, entries.pop('__metadata__', {}), entries
 
 def read_safetensors(path):
-    """A safetensors file -> {name: tensor}. The data get a buffer of their own, since behind a
-    header of odd length they would not be aligned."""
-    start, entries, _ = read_header(path)
-    data = torch.empty(os.path.getsize(path) - start, dtype=torch.uint8)
-    with open(path, 'rb') as file:
-        file.seek(start)
-        file.readinto(data.numpy())
+    """A safetensors file -> {name: tensor}."""
+    start, _, entries = read_header(path)
+    data = torch.from_numpy(np.fromfile(path, np.uint8, offset=start))  # a copy, so it is aligned
     tensors = {}
     for name, entry in entries.items():
         begin, end = entry['data_offsets']
@@ -829,17 +787,14 @@ def read_safetensors(path):
     return tensors
 
 def load_gpt2(path):
-    """A GPT-2 of any size from its safetensors file, all sizes taken from that -> GPT2.
-
-    Files of the hub and of transformers both do: the latter put "transformer." before the keys.
-    Heads are no tensor: the file's metadata say how many, or they are 64 wide.
-    """
+    """A GPT-2 of any size from its safetensors file, of the hub or of transformers, which puts
+    "transformer." before the keys -> GPT2. Heads are 64 wide, or as many as the metadata say."""
     dropped = ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')  # masks, and what is wte
     try:
         state = {key.removeprefix('transformer.'): tensor.float()
                  for key, tensor in read_safetensors(path).items() if not key.endswith(dropped)}
         V, C = state['wte.weight'].shape
-        n_head = int(read_header(path)[2].get('n_head', C // 64))
+        n_head = int(read_header(path)[1].get('n_head', C // 64))
         if not n_head or C % n_head:
             raise ValueError(f'{C} channels, {n_head} heads: its metadata should say n_head')
         n_layer = len({key.split('.')[1] for key in state if key.startswith('h.')})
@@ -865,22 +820,17 @@ def load_teacher(path):
 CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
     'accuracy': 0.95,  # at least: its next-token accuracy / the teacher's
     'cosine': 0.95,    # at least: of both gradients for all c_attn and c_proj, as one vector
-    'mse': 1e-4,       # at most: mean (P - P')^2 over layers, heads and pairs j <= i; [choice] over
-                       # all n x n pairs, nearly half of them zeros, it would be half of this
+    'mse': 1e-4,       # at most: mean (P - P')^2 over layers, heads and, a [choice], pairs j <= i
     'kl': 1e-3,        # at most: KL(teacher || student) in nats, mean over tokens
 }
 
 def passes(name, value):
-    if name in ('accuracy', 'cosine'):
-        return value >= CRITERIA[name]
-    return value <= CRITERIA[name]
-
-def judged(passed):
-    return 'PASS' if passed else 'FAIL'
+    least = name in ('accuracy', 'cosine')
+    return value >= CRITERIA[name] if least else value <= CRITERIA[name]
 
 def attention_gradient(model, x, y):
-    """Gradient of the cross-entropy for all of the attention's weights, frozen ones too, as one
-    vector, times the number of tokens: batches add up."""
+    """Gradient of the summed cross-entropy for all of the attention's weights, frozen ones too, as
+    one vector."""
     params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
               if '.attn.c_' in name}
     with torch.enable_grad():
@@ -890,26 +840,21 @@ def attention_gradient(model, x, y):
 
 @torch.no_grad()
 def fidelity(model, teacher, batches):
-    """How close a student is to its teacher on batches of (x, y), both (B, T).  [MA Sec. 2.4]
-
-    Targets of -1 are padding: they count in nothing. Beside the criteria: tv, the mean over rows of
-    1/2 sum_j |P - P'|, which does not shrink with length as the MSE does; ppl, the student's
-    perplexity / the teacher's; kept, the share of the causal pairs in use.
-    """
+    """How close a student is to its teacher on batches of (x, y), both (B, T); targets of -1 are
+    padding and count in nothing. Beside the criteria: tv, the mean over rows of 1/2 sum_j |P - P'|,
+    which does not shrink with length as MSE does; ppl, of both perplexities.  [MA Sec. 2.4]"""
     sums = {}
     for x, y in batches:
         real = y >= 0                                                       # (B, T)
         logs, maps, gradients = [], [], []
         for net in (teacher, model):
             maps.append([])                                                 # (B, nh, T, T) each
-            logits = F.linear(net.features(x, watch=maps[-1]), net.wte.weight)
-            logs.append(F.log_softmax(logits.float(), dim=-1)[real])        # (N, V)
+            logs.append(F.log_softmax(net(x, watch=maps[-1]).float(), dim=-1)[real])  # (N, V)
             gradients.append(attention_gradient(net, x, y))
         p, q = logs
         target = y[real]                                                    # (N,)
-        gaps = [(a - b).float().transpose(1, 2)[real] for a, b in zip(*maps)]
-        gaps = torch.stack(gaps)                                            # (layers, N, nh, T)
-        figures = dict(
+        gaps = torch.stack([(a - b).float().transpose(1, 2)[real] for a, b in zip(*maps)])
+        figures = dict(  # gaps (layers, N, nh, T)
             tokens=len(target), pairs=(real.nonzero()[:, 1] + 1).sum(), squares=gaps.square().sum(),
             tv=gaps.abs().sum() / 2, kl=(p.exp() * (p - q)).sum(), gradients=torch.stack(gradients),
             log_ppl=(p - q).gather(1, target[:, None]).sum(),
@@ -932,18 +877,20 @@ TEACHER = ('seed', 'block_size', 'data', 'tokenizer', 'n_layer', 'n_head', 'n_em
 
 def with_teacher(c):
     """Stage 1 of 2 -> c with a teacher in c.init: the one it names, a prepared GPT-2, or one that
-    is trained here, once. Where that was stopped, c.init stays empty."""
-    gpt2 = Path('data/weights/gpt2/model.safetensors')
+    is trained here, once."""
+    for spec in c.over:
+        if spec.partition('=')[0].replace('-', '_') in TEACHER[3:]:
+            fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
     if c.init:
         return c
     rows = math.lcm(16, WORLD)  # windows of a step, whatever --batch-size: one teacher for all
     batch_size = math.gcd(rows, c.batch_size)
     t = replace(c, stage='teacher', batch_size=batch_size, grad_accum_steps=rows // batch_size,
                 max_iters=c.teacher_iters, learning_rate=c.teacher_lr, min_lr=0.1, samples=0,
-                schedule='cosine', warmup_iters=100, beta1=0.9, beta2=0.99, grad_clip=1.0,
-                fresh=False)
-    if load_data(t).tokenizer == 'gpt2' and gpt2.exists():
-        return replace(c, init=str(gpt2))
+                schedule='cosine', warmup_iters=100, grad_clip=1.0, fresh=False)
+    gpt2 = 'data/weights/gpt2/model.safetensors'
+    if load_data(t).tokenizer == 'gpt2' and os.path.exists(gpt2):
+        return replace(c, init=gpt2)
     size = os.path.getsize(c.data) if os.path.isfile(c.data) else 0
     mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER] + [size]).encode())
     folder = Path(c.out_dir, SCRIPT, f'teacher-s{c.seed}-{mark:08x}')
@@ -952,23 +899,13 @@ def with_teacher(c):
         pass
     if step < t.max_iters:
         print('stopped; the same command goes on')
-        return c
+        raise SystemExit(128 + STOP[0] if STOP else 0)
     print(agreed('stage 2 of 2: the student'))  # until then the others wait for the checkpoint
     return replace(c, init=str(folder / 'ckpt.pt'))
 
-def taught(action):
-    """The action, with stage 1 before it."""
-    def both(c):
-        for spec in c.over:
-            if spec.partition('=')[0].replace('-', '_') in TEACHER[3:]:
-                fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
-        c = with_teacher(c)
-        return action(c) if c.init else {}
-    return both
-
 def peak(f, device):
-    """The most bytes that f() has allocated at once, beyond those that were there before: CUDA
-    counts them itself, and on a CPU the trace of PyTorch's profiler has every allocation."""
+    """The most bytes that f() has allocated at once: CUDA counts them itself, and on a CPU the
+    trace of PyTorch's profiler has every allocation."""
     if device.type == 'cuda':
         f()  # so that cuBLAS has its workspace
         before = torch.cuda.memory_allocated(device)
@@ -984,30 +921,18 @@ def peak(f, device):
     events = sorted((e['ts'], e['args']['Bytes']) for e in events if e['name'] == '[memory]')
     return max(itertools.accumulate(size for _, size in events))
 
-def best_time(f, device):
-    """Milliseconds, best of three."""
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        f()
-        if device.type == 'cuda':
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begin))
-    return min(times)
-
 def memory(c, T, device):
     """Peak bytes for one sequence of T tokens, float32, of attention alone and of a whole model
-    with its parameters, random here; and milliseconds -> {what: {way: figure}}.  [MA Sec. 2.4]"""
+    with its parameters, random here; and milliseconds -> {way: {what: figure}}.  [MA Sec. 2.4]"""
     model = GPT2(replace(c, block_size=T)).to(device)
     held = sum(p.nbytes for p in model.parameters())
-    attn = model.h[0].attn
     i = torch.arange(T, device=device)
     idx = i[None] % c.vocab_size                                            # (1, T)
     shape = (1, c.n_head, T, c.n_embd // c.n_head)
     q, k, v = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
 
     def alone():
-        torch.autograd.grad(attn.attend(q, k, v, i, i).sum(), (q, k, v))
+        torch.autograd.grad(model.h[0].attn.attend(q, k, v, i, i).sum(), (q, k, v))
 
     def step():
         text_loss(model, idx, idx, None).backward()
@@ -1015,34 +940,31 @@ def memory(c, T, device):
 
     def infer():
         with torch.no_grad():
-            F.linear(model.features(idx)[:, -1:], model.wte.weight)
+            F.linear(model(idx, logits=False)[:, -1:], model.wte.weight)
 
-    names = ('attention, MiB', 'training step, MiB', 'inference, MiB', 'attention, ms')
-    rows = {name: {} for name in names}
+    timer = Timer('f()', globals=dict(f=alone), num_threads=torch.get_num_threads())
+    rows = {}
     for way, masks, how, reading in (('eager', 'all', 'dense', 'renormalised'),
                                      ('sdpa', 'all', 'sdpa', 'renormalised'),
                                      ('masks', c.masks, c.how, c.reading)):
         for block in model.h:
             block.attn.masks, block.attn.how, block.attn.reading = masks, how, reading
-        figures = (peak(alone, device), peak(step, device) + held, peak(infer, device) + held,
-                   best_time(alone, device))
-        for name, figure in zip(names, figures):
-            rows[name][way] = figure
+        rows[way] = {'attention, MiB': peak(alone, device) / 2**20,
+                     'training step, MiB': (peak(step, device) + held) / 2**20,
+                     'inference, MiB': (peak(infer, device) + held) / 2**20,
+                     'attention, ms': 1000 * timer.timeit(3).mean}
     print(f'\n{T:5} tokens{"":15}eager{"":6}sdpa{"":5}masks   30 % of the memory saved?')
-    for name, row in rows.items():
-        saved = 1 - row['masks'] / row['eager']
-        unit = 2**20 if 'MiB' in name else 1
-        print(f'{name:20}' + ''.join(f'{figure / unit:10.1f}' for figure in row.values())
-              + f'{saved:8.0%} less' + (f', {judged(saved >= 0.3)}' if 'MiB' in name else ''))
+    for name in rows['eager']:
+        eager, sdpa, masks = [row[name] for row in rows.values()]
+        saved = 1 - masks / eager
+        verdict = '' if 'ms' in name else ', PASS' if saved >= 0.3 else ', FAIL'
+        print(f'{name:20}{eager:10.1f}{sdpa:10.1f}{masks:10.1f}{saved:8.0%} less{verdict}')
     return rows
 
-def measure(c, device):
-    """memory() for each of --lengths -> {length: what it gives}."""
-    return {T: memory(c, T, device) for T in map(int, c.lengths.split(','))}
-
 def scaling(c):
-    """Memory and time of a model with the sizes that the flags say; its weights do not matter."""
-    return measure(replace(c, vocab_size=c.vocab_size or 256), pick_device(c)[0])
+    """Memory and time of a model with the sizes that the flags say -> {length: figures}."""
+    c = replace(c, vocab_size=c.vocab_size or 256)
+    return {T: memory(c, T, pick_device(c)[0]) for T in map(int, c.lengths.split(','))}
 
 PROMPTS = [  # the report's
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
@@ -1058,34 +980,30 @@ def side_by_side(c, model, teacher, prompts):
     """Print how both go on, with equal luck -> [(prompt, teacher's text, student's text)]."""
     encoding = get_tokenizer(model.config.tokenizer)
     device = model.wte.weight.device
-    found = []
-    for prompt in prompts:
-        idx = torch.tensor([encoding.encode_ordinary(prompt)], device=device)   # (1, T)
-        texts = [prompt]
+    found = [[prompt] for prompt in prompts]
+    for texts in found:
+        idx = torch.tensor([encoding.encode_ordinary(texts[0])], device=device)     # (1, T)
         for name, net in (('teacher', teacher.to(device)), ('student', model)):
             torch.manual_seed(c.seed)
-            out, size = net.generate(idx, c.new_tokens, c.temperature, c.top_k)
-            tokens = [t for t in out[0].tolist() if t < encoding.n_vocab]
-            texts.append(encoding.decode(tokens))
+            out, size = net.generate(idx, c.new_tokens, c.temperature)
+            texts.append(encoding.decode([t for t in out[0].tolist() if t < encoding.n_vocab]))
             print(f'\n{name}, with a cache of {size:,} bytes: {texts[-1]}')
-        found.append(texts)
     return found
 
 def report(c, model, log):
     """Print the criteria, of the masks alone and after training, and two samples -> figures."""
-    device = pick_device(c)[0]
+    device, _ = pick_device(c)
     data = load_data(c)
     untrained = substitute(data.teacher.to(device), model.config)
-    rows = {'mask only': finish(untrained.eval(), data, c, device, None),
-            'trained': finish(model.eval(), data, c, device, None)}
+    rows = {case: finish(net.eval(), data, c, device, None)
+            for case, net in (('mask only', untrained), ('trained', model))}
     print('the report wants' + ''.join(f'{name:>9} {x:<7g}' for name, x in CRITERIA.items()))
     for case, figures in rows.items():
-        words = [f'{figures[name]:#.3g} {judged(passes(name, figures[name]))}' for name in CRITERIA]
+        words = [f'{figures[name]:#.3g} {("FAIL", "PASS")[passes(name, figures[name])]}'
+                 for name in CRITERIA]
         print(f'{case:14}' + ''.join(f'{word:>17}' for word in words))
-    figures = rows['trained']
-    advice = ''
-    if figures['passed'] < 4:
-        advice = '; at the defaults --masks window:96+sinks:4 passes all, with 95 %'
+    advice = '' if figures['passed'] == 4 else (
+        '; at the defaults --masks window:96+sinks:4 passes all, with 95 %')
     print(f'result: {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
           f'accuracy; {figures["passed"]} of 4 criteria pass{advice}')
     side_by_side(c, model, data.teacher, PROMPTS[:2])
@@ -1094,8 +1012,7 @@ def report(c, model, log):
 def criteria(c):
     """All five criteria of a run that is done."""
     c, model = load_run(c)
-    rows = report(c, model, [])
-    return dict(rows, memory=measure(replace(model.config, lengths=c.lengths), pick_device(c)[0]))
+    return dict(report(c, model, []), memory=scaling(model.config))
 
 def sample(c):
     """Teacher and student go on from --prompt, or from the report's seven."""
@@ -1104,12 +1021,11 @@ def sample(c):
 
 def inspect_masks(c):
     """Train, and watch the coefficients of every layer; with --table or --over, of each case."""
-    cases = cases_of(c) if c.over or c.table else {c.variant: c}
     found = {}
-    for name, case in cases.items():
+    for name, case in (cases_of(c) if c.over or c.table else {c.variant: c}).items():
         print(f'\n{name}')
         masks = [f'{kind}:{n}' for kind, n in candidates(case.masks)]
-        rows = []
+        found[name] = rows = []
         for step, model, log in train(case):
             if step % c.eval_interval == 0 or step == case.max_iters:
                 for layer, alpha in enumerate(model.alphas()):
@@ -1122,7 +1038,6 @@ def inspect_masks(c):
         write_csv(folder / 'inspect.csv', rows)
         layers = {f'layer {i}': [rows[i::depth]] for i in range(depth)}
         draw(folder / 'inspect.png', layers, [('step', mask) for mask in masks])
-        found[name] = rows
     return found
 
 # --- tools (identical in all four scripts; test_all.py checks)
@@ -1496,9 +1411,10 @@ def main(argv=None):
     return result
 # --- end of tools
 
-ACTIONS = {'train': taught(train_and_report), 'compare': taught(compare), 'bench': taught(bench),
-           'inspect': taught(inspect_masks), 'sample': sample, 'criteria': criteria,
-           'scaling': scaling}
+ACTIONS = {'train': lambda c: train_and_report(with_teacher(c)),
+           'compare': lambda c: compare(with_teacher(c)), 'bench': lambda c: bench(with_teacher(c)),
+           'inspect': lambda c: inspect_masks(with_teacher(c)),
+           'sample': sample, 'criteria': criteria, 'scaling': scaling}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
     main()

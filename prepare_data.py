@@ -241,7 +241,7 @@ def cifar(name, paths, out, encoder):
             data = b''.join(tar.extractfile(f'{folder}/{file}').read() for file in files)
             rows = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + 3072)
             np.savez(out / f'{split}.npz', labels=rows[:, label_bytes - 1].astype(np.int64),
-                     images=rows[:, label_bytes:].reshape(-1, 32, 32, 3))
+                     images=rows[:, label_bytes:].reshape(-1, 3, 32, 32))
             images[split] = len(rows)
         classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
     return {'images': images, 'classes': classes}

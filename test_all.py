@@ -21,6 +21,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import re
@@ -133,19 +134,20 @@ def gpt_model(**settings):
 def gpt_ids(B, T, V=40):
     return (torch.arange(B * T) * 7919 % V).view(B, T)
 
-def gpt_method(name, q, k, v, gamma=None, zero_diag=False):
+def gpt_method(name, q, k, v, gamma=None, zero_diag=False, script=gpt):
     """A variant on q, k, v (B, nh, T, hs) -> (parts, B, T, nh, hs): belief-star has two parts."""
-    c = gpt.Config(attention=name, gamma=gamma, zero_diag=zero_diag)
-    mh = gpt.multi_head(q, k, v, zero_diag)
-    out = gpt.ATTENTION[name](mh, v.transpose(1, 2), gpt.default_gamma(c))
+    c = script.Config(attention=name, gamma=gamma, zero_diag=zero_diag)
+    mh = script.multi_head(q, k, v, zero_diag)
+    out = script.ATTENTION[name](mh, v.transpose(1, 2), script.default_gamma(c))
     return torch.stack(out if type(out) is tuple else [out])
 
-def gpt_weights(q, k, zero_diag=False):
-    e = torch.exp(q @ k.mT / q.size(3) ** 0.5).tril(-1 if zero_diag else 0)
+def gpt_weights(q, k, zero_diag=False, script=gpt):
+    e = torch.exp(q @ k.mT / q.size(3) ** 0.5) * (1 - zero_diag * torch.eye(q.size(2)))
+    e = e.tril() if script is gpt else e
     return e / e.sum(-1, keepdim=True).clamp_min(1e-99)  # (B, nh, T, T)
 
-def gpt_slow(name, q, k, v, gamma, zero_diag):  # the papers' formulas -> as gpt_method
-    MH, V = (x.transpose(1, 2) for x in (gpt_weights(q, k, zero_diag) @ v, v))
+def gpt_slow(name, q, k, v, gamma, zero_diag, script=gpt):  # the formulas -> as gpt_method
+    MH, V = (x.transpose(1, 2) for x in (gpt_weights(q, k, zero_diag, script) @ v, v))
     def rest(dims):
         alpha = torch.einsum(f'bthd,bthd->{dims}', MH, V) / torch.einsum(f'bthd,bthd->{dims}', V, V)
         return MH - torch.einsum(f'{dims},bthd->bthd', alpha.nan_to_num(), V)
@@ -154,11 +156,11 @@ def gpt_slow(name, q, k, v, gamma, zero_diag):  # the papers' formulas -> as gpt
         'belief': [rest('bt')], 'belief-head': [rest('bth')], 'softmax-scaled': [gamma * MH],
         'belief-star': [rest('bt'), rest('bth')], 'value-skip': [MH + V]}[name])
 
-def test_gpt_formulas():
+def test_gpt_vit_formulas():
     """In every precision and size, also where V is 0 or ||V||^2 overflows float16."""
-    for name, zero_diag in itertools.product(gpt.ATTENTION, (False, True)):
+    for name, *more in itertools.product(gpt.ATTENTION, (False, True), (gpt, vit)):
         gamma = 0.3 if name == 'attentionx-v1' else 1.7
-        f = lambda *x: gpt_method(name, *x, gamma, zero_diag)
+        f = lambda *x: gpt_method(name, *x, gamma, *more)
         assert torch.autograd.gradcheck(f, [x.requires_grad_() for x in qkv(1, 2, 2, 2)])
         for dtype, scale, bound in ((torch.float64, 1e-8, 1e-12), (torch.float32, 1e4, 1e-5),
                                     (torch.float16, 30, 4e-3), (torch.bfloat16, 30, 3e-2)):
@@ -167,7 +169,7 @@ def test_gpt_formulas():
             got = f(q, k, v)
             got.sum().backward()
             assert got.dtype == dtype and v.grad.isfinite().all()
-            want = gpt_slow(name, q.double(), k.double(), v.double(), gamma, zero_diag)
+            want = gpt_slow(name, q.double(), k.double(), v.double(), gamma, *more)
             close(got.double() / want.abs().max(), want / want.abs().max(), bound)
 
 def test_gpt_identities():
@@ -272,7 +274,9 @@ def test_gpt_recipes():
     assert (gpt.count(star), gpt.count(small)) == (130_609_920, 10_745_088)
     rows = dict(ax1=['softmax', 'attentionx-v1'], ax2=['softmax', 'attentionx'],
                 bf=['softmax', 'belief', 'belief-star'], all=gpt.ATTENTION)
-    assert gpt.TABLES == {key: {x: dict(attention=x) for x in rows[key]} for key in rows}
+    for key in rows:
+        assert gpt.TABLES[key] == {x: dict(attention=x) for x in rows[key]}
+    assert all(name == row['attention'] for name, row in gpt.TABLES['best'].items())
 
 def test_gpt_initialisation():
     """Variants share weights to the bit; what you add stays as made, and does not decay."""
@@ -445,82 +449,20 @@ def vit_tiny(path, *more):
     sizes = [word for name, size in SMALL_VIT.items() for word in ('--' + name, size)]
     return [*SHORT, *sizes, '--data', path / 'data', '--out-dir', path / 'out', *more]
 
-def vit_method(name, q, k, v, gamma, zero_diag=False):
-    """A variant on q, k, v (B, nh, T, hs) -> (2, B, T, nh, hs) or (1, B, T, nh, hs)."""
-    out = vit.ATTENTION[name](vit.multi_head(q, k, v, zero_diag), v.transpose(1, 2), gamma)
-    return torch.stack(out) if isinstance(out, tuple) else out[None]
+def vit_run(*argv):
+    """run() without the yardstick, which takes a second."""
+    with unittest.mock.patch.object(vit, 'linear_accuracy', lambda *_: 0):
+        return run(*argv, script=vit)
 
-def vit_slow(name, q, k, v, gamma, zero_diag):
-    """The same from the papers' formulas, one token at a time."""
-    B, nh, T, hs = q.shape
-    out = torch.zeros(2, B, T, nh, hs, dtype=torch.float64)
-    for b, i in itertools.product(range(B), range(T)):
-        mh, own = torch.zeros(nh, hs, dtype=torch.float64), v[b, :, i]
-        for h in range(nh):
-            others = [j for j in range(T) if j != i or not zero_diag]
-            e = [math.exp(q[b, h, i] @ k[b, h, j] / math.sqrt(hs)) for j in others]
-            for weight, j in zip(e, others):
-                mh[h] += weight / sum(e) * v[b, h, j]
-        alpha = sum(mh.flatten() * own.flatten()) / sum(own.flatten() ** 2)
-        delta = mh - alpha * own
-        delta_s = torch.stack([mh[h] - mh[h] @ own[h] / (own[h] @ own[h]) * own[h]
-                               for h in range(nh)])
-        out[0, b, i] = {'softmax': mh, 'attentionx': own - gamma * mh, 'belief': delta,
-                        'attentionx-v1': gamma * own - mh, 'belief-head': delta_s,
-                        'belief-star': delta, 'softmax-scaled': gamma * mh,
-                        'value-skip': mh + own}[name]
-        out[1, b, i] = delta_s
-    return out
-
-def test_vit_formulas():
-    for name, T, zero_diag in itertools.product(vit.ATTENTION, (1, 2, 5), (False, True)):
-        inputs = qkv(2, 3, T, 4)
-        gamma = 0.3 if name == 'attentionx-v1' else 1.7
-        out = vit_method(name, *inputs, gamma, zero_diag)
-        close(out, vit_slow(name, *inputs, gamma, zero_diag)[:len(out)], 1e-12)
-        assert (len(out) == 2) == (name == 'belief-star')
-
-def test_vit_gradcheck():
-    for name, zero_diag in itertools.product(vit.ATTENTION, (False, True)):
-        inputs = [t.requires_grad_() for t in qkv(1, 2, 4, 3)]
-        method = functools.partial(vit_method, name, gamma=1.5, zero_diag=zero_diag)
-        assert torch.autograd.gradcheck(method, inputs), (name, zero_diag)
-
-def test_vit_orthogonality():
-    """Delta is orthogonal to V and no longer than MH, Delta_s so in every head [BF Eq. 11]; after
-    W^o, against what BF writes, it can be longer. Where V is zero nothing is taken away."""
-    _, mh, v = qkv(2, 7, 3, 8)                                              # (B, T, nh, hs)
-    v[0, 0] = 0
-    whole, heads = vit.ATTENTION['belief-star'](mh, v, None)
-    close((whole * v).sum((2, 3)), torch.zeros(2, 7), 1e-13)
-    close((heads * v).sum(3), torch.zeros(2, 7, 3), 1e-13)
-    assert (whole.flatten(2).norm(dim=2) <= mh.flatten(2).norm(dim=2)).all()
-    assert torch.equal(whole[0, 0], mh[0, 0]) and torch.equal(heads[0, 0], mh[0, 0])
-    mh, v = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-    delta, w = vit.orthogonal(mh, v, (-1,)), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
-    assert delta.norm() < mh.norm() and (delta @ w).norm() > 1.4 * (mh @ w).norm()
-    for dtype, bound in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):    # ||V||^2 beyond float16
-        mh, _, v = qkv(1, 3, 12, 64, dtype=dtype, scale=20.0)
-        for low, high in zip(vit.ATTENTION['belief-star'](mh, v, None),
-                             vit.ATTENTION['belief-star'](mh.double(), v.double(), None)):
-            assert low.dtype == dtype
-            close(low.double() / 20, high / 20, bound)
-
-def test_vit_two_matrices():
-    """belief-star: Delta W^o + Delta_s W^s, of which only the first has a bias."""
-    attn, x = vit_model(attention='belief-star').blocks[0].attn, torch.randn(2, 5, 12).double()
-    _, _, v, mh = attn.heads(x)
-    delta, delta_s = [t.flatten(2) for t in vit.ATTENTION['belief-star'](mh, v, None)]
-    want = delta @ attn.proj.weight.T + attn.proj.bias + delta_s @ attn.proj_s.weight.T
-    close(attn(x), want, 1e-12)
-
-def test_vit_temperature():
-    """The learned scale starts at 1 / sqrt(hs), and its gradient is an explicit softmax's."""
-    attn, x = vit_model(attention='softmax').blocks[0].attn, torch.randn(1, 5, 12).double()
+def test_vit_attention():
+    """A layer by hand: learned scale, Delta W^o + Delta_s W^s, of which the first has a bias."""
+    close(gpt_method('softmax', *qkv(1, 2, 1, 3), None, True, vit), 0, 0)  # a token that is alone
+    attn, (x, _, _) = vit_model(attention='belief-star').blocks[0].attn, qkv(2, 5, 12)
     close(attn.temperature.exp(), 6 ** -0.5, 1e-6)
-    q, k, v = attn.qkv(x).view(1, 5, 3, 2, 6).permute(2, 0, 3, 1, 4)        # (B, nh, T, hs)
-    scores = (q @ k.mT * attn.temperature.exp()).masked_fill(torch.eye(5).bool(), -math.inf)
-    want = attn.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    q, k, v = attn.qkv(x).view(2, 5, 3, 2, 6).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+    q = q * attn.temperature.exp() * 6 ** 0.5
+    delta, delta_s = gpt_slow('belief-star', q, k, v, 1, True, vit).flatten(3)
+    want = attn.proj(delta) + delta_s @ attn.proj_s.weight.T
     close(attn(x), want, 1e-12)
     a, b = [torch.autograd.grad(t.square().sum(), attn.temperature)[0] for t in (attn(x), want)]
     close(a, b, 1e-10)
@@ -546,13 +488,11 @@ VIT_GOLDEN = {  # settings, names of the original's parameters for ours, the ori
 
 def vit_fill(key, p):
     """Weights that anyone can make again from the original's name of the parameter."""
-    n = p.numel()
-    w = np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, n)
-    if p.dim() > 1:
-        w *= math.sqrt(3 / (n / len(p))) * (4 if re.search(r'qkv|attn\.to[qk]\.', key) else 1)
-    else:
-        w = 0.1 * w + (p.dim() == 1 and key.endswith('.weight'))
-    return torch.from_numpy(w).view_as(p)
+    w = np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, p.shape)
+    if p.dim() < 2:
+        return torch.as_tensor(0.1 * w + (p.dim() == 1 and key.endswith('weight')))
+    size = math.sqrt(3 * len(p) / p.numel()) * (4 if re.search(r'qkv|attn\.to[qk]\.', key) else 1)
+    return torch.from_numpy(w * size)
 
 def test_vit_golden():
     """Weights of the three originals give their logits."""
@@ -572,8 +512,8 @@ def test_vit_golden():
 
 def test_vit_facts():
     """Sizes, recipes and tables are the papers'."""
-    small, local = dict(model='vit-small', num_classes=10), dict(model='deit-small-local',
-                                                                 num_classes=1000)
+    small, local = [dict(model=name, num_classes=n) for name, n in (
+        ('vit-small', 10), ('deit-small-local', 1000))]
     for settings, expected in (
             (small, 9_622_512), (dict(small, num_classes=100), 9_668_682),
             (dict(small, patch_size=8), 9_968_016),
@@ -582,54 +522,55 @@ def test_vit_facts():
             (dict(local, attention='belief-star'), 22_226_776 - 47_088 + 12 * 384 * 384)):
         with torch.device('meta'):
             assert vit.count(vit.ViT(vit.Config(**settings))) == expected, settings
-    cifar = vit.Config(**vit.PRESETS['cifar-paper'])
-    assert cifar.max_iters == math.ceil(400 * 45_000 / 512) and cifar.units_per_step == 512
-    assert (cifar.optimizer, cifar.learning_rate, cifar.beta1, cifar.beta2, cifar.eps) == (
-        'set-adam', 1e-4, 0.9, 0.999, 1e-18)
-    assert (cifar.schedule, cifar.min_lr, cifar.warmup_iters) == ('cosine', 0, 0)
-    assert (cifar.zero_diag, vit.default_gamma(cifar), cifar.randaugment) == (True, 1, 'paper')
-    net = vit.Config(**vit.PRESETS['imagenet-paper'])
-    assert net.max_iters == math.ceil(300 * (1_281_167 - 12_812) / 64) and net.max_minutes == 0
-    assert (net.learning_rate, net.drop_path, net.label_smoothing) == (1e-3 * 64 / 512, 0.1, 0.1)
-    assert abs(net.min_lr * net.learning_rate - 1e-5) < 1e-12 and net.first_size == 32
+    names = ('optimizer learning_rate beta1 beta2 eps schedule min_lr warmup_iters units_per_step '
+             'zero_diag randaugment drop_path label_smoothing first_size max_minutes').split()
+    for preset, epochs, images, want in (
+            ('cifar-paper', 400, 45_000,
+             'set-adam 0.0001 0.9 0.999 1e-18 cosine 0.0 0 512 True paper 0.0 0.0 0 0.0'),
+            ('imagenet-paper', 300, 1_281_167 - 12_812,
+             'adamw 0.000125 0.9 0.999 1e-18 cosine 0.08 0 64 False none 0.1 0.1 32 0.0')):
+        c = vit.Config(**vit.PRESETS[preset])
+        assert ' '.join(str(getattr(c, name)) for name in names) == want
+        assert c.max_iters == math.ceil(epochs * images / c.units_per_step)
     rows = [row['attention'] for row in vit.TABLES['3'].values()]
-    assert rows == ['softmax', 'belief', 'belief-star']
+    assert rows == ['softmax', 'belief', 'belief-star'] and len(vit.TABLES['all']) == 8
     assert vit.TABLES['1']['attentionx'] == dict(attention='attentionx', gamma=1.0)
-    assert len(vit.TABLES['all']) == len(vit.ATTENTION) == 8
     for name, sizes in vit.TABLES['models'].items():  # whatever they were before
-        c = dataclasses.replace(vit.Config(model='vit-small'), **sizes)
-        assert c == vit.Config(model=name)
+        assert dataclasses.replace(vit.Config(model='vit-small'), **sizes) == vit.Config(model=name)
+    gammas = [vit.default_gamma(vit.Config(attention=name, zero_diag=zero_diag)) for name, zero_diag
+              in (('attentionx', True), ('attentionx', False), ('attentionx-v1', True))]
+    assert gammas == [1, 3, 0.5]
 
 def test_vit_initialisation():
     """Variants share their weights to the bit, each model has its original's spread, and no
     parameter is dead but LocalViT's last feed-forward network, which the class token passes by."""
     uniform = lambda fan_in: (3 * fan_in) ** -0.5
+    qkv_weight, tokens = 'blocks.0.attn.qkv.weight', ('pos_embed', 'cls_token')
     for model, expected in {
-            'vit-small': {'pos_embed': 1, 'cls_token': 1, 'patch_embed.proj.weight': uniform(240),
-                          'blocks.0.attn.qkv.weight': uniform(512),
+            'vit-small': {**dict.fromkeys(tokens, 1), 'patch_embed.proj.weight': uniform(240),
                           'blocks.1.mlp.fc1.bias': uniform(512)},
-            'deit-small': {'pos_embed': 0.02, 'blocks.0.attn.qkv.weight': 0.02, 'cls_token': 0.02,
+            'deit-small': {**dict.fromkeys((*tokens, qkv_weight), 0.02),
                            'patch_embed.proj.weight': uniform(768), 'blocks.0.attn.qkv.bias': 0},
             'deit-small-local': {
-                'pos_embed': 0.00513, 'cls_token': 0.051, 'blocks.0.attn.qkv.weight': 384 ** -0.5,
+                'pos_embed': 0.00513, 'cls_token': 0.051, qkv_weight: 384 ** -0.5,
                 'blocks.0.mlp.fc1.weight': 960 ** -0.5, 'blocks.0.mlp.conv.weight': uniform(9),
                 'blocks.0.attn.proj.bias': uniform(384)}}.items():
         state = vit.ViT(vit.Config(model=model, depth=2)).state_dict()
         for key, std in expected.items():
             assert abs(state[key].std() - std) <= 0.12 * std, (model, key, state[key].std())
+    last = {'blocks.1.' + key for key in (
+        'norm2.weight', 'norm2.bias', 'mlp.fc1.weight', 'mlp.conv.weight', 'mlp.fc2.weight')}
     for model in vit.MODELS:
         base = vit_model(model=model, attention='softmax').state_dict()
         assert not torch.equal(base['pos_embed'], vit_model(model=model, seed=1).pos_embed)
         for name in vit.ATTENTION:
             net = vit_model(model=model, attention=name)
-            assert all(torch.equal(base[key], net.state_dict()[key]) for key in base)
-            new = {f'blocks.{i}.attn.proj_s.weight' for i in range(2)}
-            assert set(net.state_dict()) - set(base) == (new if name == 'belief-star' else set())
+            state = net.state_dict()
+            new = [state.pop(key) for key in set(state) - set(base)]
+            assert same(state, base) and len(new) == 2 * (name == 'belief-star')
             net(vit_images(3)).square().sum().backward()
             dead = {key for key, p in net.named_parameters() if p.grad.abs().max() == 0}
-            assert dead == ({'blocks.1.' + key for key in (
-                'norm2.weight', 'norm2.bias', 'mlp.fc1.weight', 'mlp.conv.weight',
-                'mlp.fc2.weight')} if model == 'deit-small-local' else set()), (model, name, dead)
+            assert dead == (last if model == 'deit-small-local' else set()), (model, name, dead)
 
 def test_vit_positions():
     """Images of other sizes get positions between those learned, and the gradient returns."""
@@ -638,7 +579,7 @@ def test_vit_positions():
     assert vit.resize_positions(pos, (4, 4)) is pos
     out = vit.resize_positions(pos, (8, 6))[0, :, 0]
     rows = out[1:].view(8, 6)
-    assert out[0] == 9 and (rows[0].diff() > 0).all() and abs(rows.mean() - 1.5) < 1e-5
+    assert out[0] == 9 and (rows[0].diff() > 0).all()
     close(rows, rows[:1].expand(8, 6), 1e-5)
     close(rows[0, 0], -0.75 * ((7 / 6) ** 3 - 5 * (7 / 6) ** 2 + 8 * 7 / 6 - 4), 1e-5)  # the kernel
     net = vit_model()
@@ -646,12 +587,12 @@ def test_vit_positions():
     assert net.pos_embed.grad[0].norm(dim=-1).min() > 0
 
 def test_vit_init_file():
-    """--init takes DeiT's checkpoint: prefix, another grid, other classes."""
+    """--init takes DeiT's checkpoint: another grid, other classes."""
     with folder() as path:
         big = vit_model(model='deit-small', num_classes=9, image_size=16).float().state_dict()
-        torch.save({'model': {'module.' + key: p for key, p in big.items()}}, path / 'big')
+        torch.save({'model': big}, path / 'big')
         flags = vit_tiny(path, '--model', 'deit-small', '--max-iters', 0, '--init')
-        code, out, err, result = run(*flags, path / 'big', script=vit)
+        code, out, err, result = vit_run(*flags, path / 'big')
         assert code == 0 and '9 classes' in out, err
         state = checkpoint(path)['model']
         assert state['pos_embed'].shape == (1, 5, 12) and len(state['head.weight']) == 3
@@ -659,20 +600,18 @@ def test_vit_init_file():
         refuse(['big', 'size mismatch'], *flags, path / 'big', '--embed-dim', 24, script=vit)
         refuse(['gone'], *flags, path / 'gone', script=vit)
 
-def test_vit_dropout_and_drop_path():
+def test_vit_dropout_and_optimizers():
+    """Rates and flags reach their places; AdamW alone decays, and matrices alone."""
     net, images = vit_model(dropout=0.5, drop_path=0.9), vit_images(2)
     assert torch.equal(net(images), net(images)) and [b.drop_path for b in net.blocks] == [0, 0.9]
     assert not torch.equal(net.train()(images), net(images))
     kept = net.blocks[1].keep(torch.ones(4000, 2, 3))
     assert abs(kept.mean() - 1) < 0.2 and set(kept[:, 0, 0].round().tolist()) == {0.0, 10.0}
     assert (kept == kept[:, :1, :1]).all()
-
-def test_vit_optimizers():
-    """The flags reach each optimizer; AdamW alone decays, and matrices alone."""
     for name in ('adamw', 'adam', 'set-adam'):
         c = vit.Config(optimizer=name, learning_rate=3e-3, beta1=0.8, weight_decay=0.2, tau=0.3,
                        eps=1e-9)
-        net, decay = vit.ViT(c), {}
+        decay = {}
         for group in vit.make_optimizer(net, c).param_groups:
             assert (group['lr'], group['betas']) == (3e-3, (0.8, 0.999))
             assert name != 'set-adam' or (group['eps'], group['tau']) == (1e-9, 0.3)
@@ -701,24 +640,20 @@ def test_vit_set_adam():
             x = [a - 0.01 / (1 - 0.9 ** t) * b / (d - 0.5 * min(w)) for a, b, d in zip(x, m, w)]
         close(p.detach().double().flatten(), torch.tensor(x).double(),
               1e-12 if dtype == torch.float64 else 2e-6)
-    for g in (torch.zeros(5), torch.full((5,), 1e-30), torch.full((5,), 1e15),
-              torch.tensor([1.0, 0, 0, 0, 0])):
+    for g in (torch.zeros(5), torch.full((5,), 1e-30), torch.full((5,), 1e15), torch.eye(5)[0]):
         p = torch.nn.Parameter(torch.ones(5))
-        adam = vit.SETAdam([p], 0.01)
         p.grad = g
-        adam.step()
+        vit.SETAdam([p], 0.01).step()
         assert (p - 1).abs().max() <= 0.02 * math.sqrt(5) + 1e-6 and (g.any() or (p == 1).all())
 
 # ------------------------------------ belief_vit.py: images ------------------------------------
 def test_vit_shapes():
     images, labels = vit.draw_shapes(200, 5)
     assert images.shape == (200, 3, 32, 32) and (images.dtype, labels.dtype) == (np.uint8, np.int64)
-    assert set(labels) == set(range(10)) and images.std() > 40
     pattern = np.random.RandomState(0).uniform(-1, 1, (3, 32, 32))
     marks = (images * pattern).sum((1, 2, 3))  # of the drawings that our figures come from
     close([marks[labels == k].mean() for k in range(10)], [
         3284.1, 2109.8, 3588.7, 2922.6, 3237.8, 2958.4, 3121.1, 2490.7, 1754.2, 2120.7], 2)
-    assert not np.array_equal(images, vit.draw_shapes(200, 6)[0])
 
 def test_vit_batches():
     """Batch i follows from seed and i, processes share its rows, an epoch has all images once."""
@@ -726,33 +661,30 @@ def test_vit_batches():
         c = vit.Config(**SMALL_VIT, data=vit_data(path / 'd'), batch_size=4, grad_accum_steps=2,
                        val_fraction=0.2, randaugment='fixed')
         data = vit.load_data(c)
-        get = lambda step, c=c, micro=0: vit.get_batch(data, c, step, micro, 'cpu')
-        assert [len(part[1]) for part in (data.train, data.val, data.test)] == [48, 12, 30]
-        x, y = get(3)
+    def get(step, micro=0, **new):
         data.ahead.clear()
-        assert x.shape == (4, 3, 8, 8) and torch.equal(x, get(3)[0])
-        for other in (get(4), get(3, micro=1), get(3, dataclasses.replace(c, seed=5))):
-            assert not torch.equal(x, other[0])
-            data.ahead.clear()
-        for rank in range(2):
-            with unittest.mock.patch.multiple(vit, RANK=rank, WORLD=2):
-                assert torch.equal(get(3)[0], x[rank::2]) and torch.equal(get(3)[1], y[rank::2])
-            data.ahead.clear()
-        index = [i for step in range(6, 12) for micro in range(2)
-                 for i in vit.draw_lots(data, c, step, micro)[0]]
-        assert sorted(index) == list(range(48)) and index != sorted(index)
-        grow = dataclasses.replace(c, image_size=32, first_size=8, size_epochs=2.0)
-        assert [vit.size_at(data, grow, i) for i in (0, 11, 12, 24, 36, 99)] == [
-            8, 8, 16, 24, 32, 32]
-        assert get(12, grow)[0].shape == (4, 3, 16, 16)
-        shares = get(0, dataclasses.replace(c, mix=True, label_smoothing=0.3))[1]
-        close(shares.sum(1), torch.ones(4), 1e-6)
-        close(shares.min(), 0.3 / 3, 1e-6)
-        net = torch.nn.Flatten()  # 192 "logits": smoothed once, by mix() or by the loss
-        labels = torch.tensor([1, 0, 2, 1])
-        soft = F.one_hot(labels, 192) * 0.7 + 0.3 / 192
-        c = dataclasses.replace(c, label_smoothing=0.3)
-        close(vit.loss_of(net, (x, labels), c), vit.loss_of(net, (x, soft), c), 1e-5)
+        return vit.get_batch(data, dataclasses.replace(c, **new), step, micro, 'cpu')
+    assert [len(part[1]) for part in (data.train, data.val, data.test)] == [48, 12, 30]
+    x, y = get(3)
+    assert x.shape == (4, 3, 8, 8) and torch.equal(x, get(3)[0])
+    assert not any(torch.equal(x, other[0]) for other in (get(4), get(3, 1), get(3, seed=5)))
+    for rank in range(2):
+        with unittest.mock.patch.multiple(vit, RANK=rank, WORLD=2):
+            assert torch.equal(get(3)[0], x[rank::2]) and torch.equal(get(3)[1], y[rank::2])
+    with unittest.mock.patch.object(vit, 'augment', lambda x, *_: x):
+        epoch = torch.cat([get(step, micro)[0] for step in range(6, 12) for micro in range(2)])
+    every = vit.normalise(torch.from_numpy(data.train[0]), 8, c)
+    found = [int((every == x).all((1, 2, 3)).nonzero()) for x in epoch]
+    assert sorted(found) == list(range(48)) != found
+    sizes = [get(i, image_size=32, first_size=8, size_epochs=2.0)[0].size(3)
+             for i in (0, 11, 12, 24, 36, 99)]
+    assert sizes == [8, 8, 16, 24, 32, 32]
+    shares = get(0, mix=True, label_smoothing=0.3)[1]
+    close(shares.min(), 0.3 / 3, 1e-6)
+    soft = F.one_hot(y, 192) * 0.7 + 0.3 / 192  # smoothed once, by mix() or by the loss
+    c = dataclasses.replace(c, label_smoothing=0.3)
+    a, b = [vit.loss_of(torch.nn.Flatten(), (x, labels), c) for labels in (y, soft)]
+    close(a, b, 1e-5)
 
 def test_vit_evaluation():
     """Loss and accuracy by hand; the test set is looked at once, for last and best weights."""
@@ -761,25 +693,25 @@ def test_vit_evaluation():
         data = vit.load_data(c)
         assert vit.linear_accuracy(data, c) > 0.9  # colours are easy
         net = vit.make_model(c, data).eval()
-        assert (net.config.classes, net.config.num_classes) == (['0', '1', '2'], 3)
-        images, labels = data.val
-        x = (images / 255 - [[[0.485]], [[0.456]], [[0.406]]]) / [[[0.229]], [[0.224]], [[0.225]]]
-        logits, labels = net(torch.tensor(x).float()), torch.from_numpy(labels)
+        assert net.config.classes == ['0', '1', '2']
+        images, labels = [torch.from_numpy(part) for part in data.val]
+        mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[..., None, None]
+        logits = net((images / 255 - mean) / std)
         figures = vit.evaluate(net, data, c, 'cpu')
         close(F.cross_entropy(logits, labels), figures['val_loss'], 1e-5)
         close((logits.argmax(1) == labels).double().mean(), figures['val_acc'], 1e-6)
         black = vit.normalise(torch.zeros(1, 3, 1, 1), 1, vit.Config(data='data/cifar10'))
         close(black.flatten(), torch.tensor([-2.4291, -2.4183, -2.2214]), 1e-3)
-        flags = vit_tiny(path, '--max-iters', 40, '--learning-rate', 0.01, '--val-fraction', 0.3)
         seen, judge = [], vit.judge
         def noted(model, data, part, c, device):
-            seen.append((len(part[1]), model.head.bias.detach().clone(),
-                         torch.is_autocast_enabled('cpu')))
+            bias = model.head.bias.detach().clone()
+            seen.append((len(part[1]), bias, torch.is_autocast_enabled('cpu')))
             loss, right = judge(model, data, part, c, device)
             return loss, 1.0 if len(seen) == 3 else right / 2
         with unittest.mock.patch.object(vit, 'judge', noted):
-            result = run(*flags, '--dtype', 'bfloat16', script=vit)[3]
-        assert [n for n, _, _ in seen] == [18] * 15 + [30, 30]
+            result = vit_run(*vit_tiny(path, '--max-iters', 9, '--learning-rate', 0.01,
+                                       '--val-fraction', 0.3, '--dtype', 'bfloat16'))[3]
+        assert [n for n, _, _ in seen] == [18] * 4 + [30, 30]
         assert torch.equal(seen[-2][1], seen[-3][1]) and torch.equal(seen[-1][1], seen[2][1])
         assert not seen[-1][2] and seen[0][2]  # autocast keeps copies of weights: not of the last
         best = torch.load(result['folder'] / 'best.pt', weights_only=True)
@@ -802,23 +734,23 @@ def test_vit_photos():
         wide.paste((255, 255, 255), (10, 0, 20, 10))
         wide.getexif()[0x0112] = 6  # to be turned by 90 degrees
         wide.save(path / 'wide.png', exif=wide.getexif())
-        assert vit.read_photo(path / 'wide.png', 8).min() == 255            # the middle
+        assert vit.read_photo(path / 'wide.png', 80).min() == 255  # the middle
+        assert vit.read_photo(path / 'wide.png', 8).min() < 255  # of small ones all
         assert vit.read_photo(path / 'wide.png', 8, (0, 0, 0, 0)).max() == 0  # the top left corner
         whole = vit.read_photo(path / 'wide.png', 6, (1, 0, 0.5, 0.5))[0]   # as far as it reaches
         assert (whole[0] < 60).all() and (whole[2:4] > 200).all()
         flags = vit_tiny(path, '--data', path / 'photos', '--val-fraction', 0.25, '--max-iters', 30)
-        code, out, err, result = run(*flags, '--learning-rate', 0.01, '--first-size', 4,
-                                     '--size-epochs', 2.0, script=vit)
+        code, out, err, result = vit_run(*flags, '--learning-rate', 0.01, '--first-size', 4,
+                                         '--size-epochs', 2.0)
         assert code == 0 and result['test_acc'] == 1 and '12 images of 2' in out, (err, out)
         answer = run('predict', '--images', found, '--out-dir', path / 'out', script=vit)[3]
         assert answer[0][0][0] == 'red' and answer[0][0][1] > 0.5
-        c = vit.Config(**SMALL_VIT, data=str(path / 'photos'), batch_size=4)
-        data = vit.load_data(c)
-        rows = vit.draw_lots(data, c, 0, 0)[1]
         photo = np.arange(192).reshape(3, 8, 8)
         with unittest.mock.patch.object(vit, 'read_photo', lambda *_: photo):
-            for x, chance in zip(vit.raw_batch(data, c, 0, 0)[0].numpy(), rows):
-                assert (x == (photo[..., ::-1] if chance[4] < 0.5 else photo)).all()
+            for flip in (0.4, 0.6):
+                chance = np.where(np.arange(vit.DRAWS) == 4, flip, 1 - flip)
+                x = vit.augment(np.array('a.jpg'), chance, 'none', 8)
+                assert (x == (photo[..., ::-1] if flip < 0.5 else photo)).all()
         predict = ['predict', '--out-dir', path / 'out']
         (path / 'text.png').write_text('no photo')
         refuse(['text.png'], *predict, '--images', path / 'text.png', script=vit)
@@ -828,8 +760,9 @@ def test_vit_photos():
             refuse(['pillow'], *predict, '--images', found, script=vit)
         found.write_text('no photo')
         refuse([str(found)], *flags, '--seed', 3, script=vit)
-        (path / 'photos/empty').mkdir()
-        refuse(['empty', 'no photos'], *flags, script=vit)
+        for found in (path / 'photos').glob('*/*.jpg'):
+            found.unlink()
+        refuse(['no photos'], *flags, script=vit)
 
 # ------------------------------------ belief_vit.py: augmentation -----------------------------
 def kinds_of_images(n, H=32, W=32):
@@ -863,17 +796,11 @@ def test_augment_golden():
     for policy in ('none', 'paper', 'fixed'):
         found[policy] = digest(vit.augment(x, r, policy) for x, r in zip(images, chance))
     assert found == AUGMENT_GOLDEN and (images == before).all(), found
-    moves = {vit.augment(np.arange(3 * 81, dtype=np.uint8).reshape(3, 9, 9), r, 'none').tobytes()
-             for r in np.random.RandomState(0).random((1500, vit.DRAWS))}
-    assert 150 < len(moves) <= 9 * 9 * 2
-
-def test_augment_black_images():
-    """The paper's policy blackens 1 - (14 / 16)^2 = 23.4 % of all images, the mended one few."""
-    image, chances = kinds_of_images(1)[0], np.random.default_rng(0).random((2000, vit.DRAWS))
-    for policy, share in (('none', 0), ('paper', 0.234), ('fixed', 0)):
-        out = np.stack([vit.augment(image, r, policy) for r in chances])[:, :, 4:-4, 4:-4]
-        found = (out == out[:, :, :1, :1]).all((1, 2, 3)).mean()
-        assert abs(found - share) < 0.03 * (share > 0) + 0.015, (policy, found)
+    # the paper's policy blackens 1 - (14 / 16)^2 = 23.4 % of all images, the mended one few
+    for policy, least, most in (('none', 0, 0), ('paper', 0.21, 0.26), ('fixed', 0, 0.015)):
+        out = np.stack([vit.augment(images[0], r, policy) for r in np.random.RandomState(0).random(
+            (1000, vit.DRAWS))])[:, :, 4:-4, 4:-4]
+        assert least <= (out == out[:, :, :1, :1]).all((1, 2, 3)).mean() <= most, policy
 
 def test_augment_mix_and_erase():
     """What a pixel, or their mean, has of another image its label has; boxes of noise."""
@@ -881,80 +808,71 @@ def test_augment_mix_and_erase():
     images = torch.arange(n).float().view(n, 1, 1, 1).expand(n, 3, 16, 24)
     for seed in range(200):
         x, y = vit.mix(images, torch.arange(n), n, np.random.default_rng(seed), 0.0)
-        assert torch.allclose(y.sum(1), torch.ones(n)) and (y >= 0).all()
-        assert torch.allclose(x.mean((1, 2, 3)).double(), y.double() @ torch.arange(n).double(),
-                              atol=1e-4)
+        close(y.sum(1), torch.ones(n), 1e-6)
+        close(x.mean((1, 2, 3)).double(), y.double() @ torch.arange(n).double(), 1e-4)
+        smooth = vit.mix(images, torch.arange(n), n, np.random.default_rng(seed), 0.1)[1]
+        close(smooth, 0.9 * y + 0.1 / n, 1e-6)
         kinds.add(min(2, x[0].unique().numel()))
         own.append(y[0, 0].item())
-        smooth = vit.mix(images, torch.arange(n), n, np.random.default_rng(seed), 0.1)[1]
-        assert torch.allclose(smooth, 0.9 * y + 0.1 / n, atol=1e-6)
-    assert kinds == {1, 2} and 0.4 < np.mean(own) < 0.7
+    assert kinds == {1, 2} and 0.4 < np.mean(own) < 0.7 and min(own) >= 0
     x = vit.erase(torch.full((800, 3, 24, 32), 9.0), np.random.default_rng(0))
     holes = (x != 9).all(1)
     area = holes.float().mean((1, 2))
     assert torch.equal(holes, (x != 9).any(1)) and 0.2 < (area > 0).float().mean() < 0.3
+    assert torch.equal(holes, holes.any(2)[:, :, None] & holes.any(1)[:, None])  # rectangles
     assert 0.01 < area[area > 0].min() < 0.05 and 0.25 < area.max() < 0.36
     assert abs(x[x != 9].mean()) < 0.1 and abs(x[x != 9].std() - 1) < 0.1
-    for hole in holes[area > 0]:
-        assert torch.equal(hole, hole.any(1)[:, None] & hole.any(0)), 'not a rectangle'
 
 # ------------------------------------ belief_vit.py: actions ------------------------------------
 def test_vit_training():
-    """Every model and optimizer learns colours; recipes run; there is a picture of the images."""
+    """Every model and optimizer learns colours; recipes run."""
     cases = [(name, 'belief', 'adamw') for name in vit.MODELS]
     cases += [('tiny', 'attentionx', 'adam'), ('vit-small', 'belief-star', 'set-adam')]
     with folder() as path:
         for model, attention, optimizer in cases:
-            with unittest.mock.patch.multiple(vit, draw=lambda *_: 0, linear_accuracy=lambda *_: 0):
-                code, out, err, result = run(*vit_tiny(
+            with unittest.mock.patch.object(vit, 'draw', lambda *_: 0):
+                code, out, err, result = vit_run(*vit_tiny(
                     path, '--model', model, '--attention', attention, '--optimizer', optimizer,
                     '--max-iters', 40, '--eval-interval', 20, '--learning-rate', 0.01,
-                    '--batch-size', 8), script=vit)
+                    '--batch-size', 8))
             assert code == 0 and result['test_acc'] > 0.8, (model, attention, result, err)
-            assert 'a linear model' in out and 'chance: 33.3 %' in out
-        c = vit.Config(**SMALL_VIT, data=str(path / 'data'), mix=True, randaugment='paper',
-                       drop_path=0.2, max_iters=2, batch_size=4, eval_interval=1)
-        with contextlib.redirect_stdout(io.StringIO()):
-            for _, _, log in vit.train(c):
-                assert math.isfinite(log[-1]['val_loss'])
-        try:
-            from matplotlib.image import imread
-        except ImportError:
-            raise unittest.SkipTest('matplotlib is not installed')
-        assert imread(result['folder'] / 'augmented.png').shape == (30, 8 * 30, 4)
+        assert 'a linear model' in out and 'chance: 33.3 %' in out
+        code, _, err, result = vit_run(*vit_tiny(
+            path, '--mix', '--randaugment', 'paper', '--drop-path', 0.2, '--max-iters', 2))
+        assert code == 0 and math.isfinite(result['val_loss']), err
 
 def test_vit_inspect():
-    """Fig. 3's figures against attention written out, and the maps of the class token."""
-    net, images = vit_model(model='deit-small'), vit_images(3)
-    attn, x = net.blocks[0].attn, net.embed(images)[0]
-    h = net.blocks[0].norm1(x)
-    q, k, v = attn.qkv(h).view(3, 5, 3, 2, 6).permute(2, 0, 3, 1, 4)        # (B, nh, T, hs)
-    p = (q @ k.mT / math.sqrt(6)).softmax(-1)
-    mh, v = [t.transpose(1, 2).flatten(2) for t in (p @ v, v)]              # (B, T, C)
-    alpha = (mh * v).sum(-1) / (v * v).sum(-1)
-    delta = mh - alpha[..., None] * v
-    after = [t @ attn.proj.weight.T for t in (mh, delta)]
-    for token in (0, 2, -1):
-        row = vit.diagnose(net, images, token)[0]
-        for key, value in dict(
-                mh=mh.norm(dim=-1), update=delta.norm(dim=-1), alpha=alpha,
-                mh_out=after[0].norm(dim=-1), update_out=after[1].norm(dim=-1),
-                cos_mh=F.cosine_similarity(after[0], x, dim=-1),
-                cos_update=F.cosine_similarity(after[1], x, dim=-1)).items():
-            at = slice(None) if token < 0 else token
-            assert abs(row[key] - value[:, at].mean().item()) < 1e-6, (key, token)
-    want = p[:, :, 0, 1:].mean(1)
-    close(vit.attention_maps(net, images)[0].flatten(1), want / want.amax(1, keepdim=True), 1e-12)
-    net = vit_model()  # zero_diag: no weight on itself
-    q, k, _, _ = net.blocks[0].attn.heads(net.blocks[0].norm1(net.embed(images)[0]))
-    p = torch.einsum('bnh,btnh->bnt', q[:, 0], k[:, 1:]).softmax(-1).mean(1)
-    close(vit.attention_maps(net, images)[0].flatten(1), p / p.amax(1, keepdim=True), 1e-12)
+    """Fig. 3's figures, and the map of the class token, by hand in both kinds of attention."""
+    for model, scale in (('deit-small', 6 ** -0.5), ('tiny', None)):
+        net, images = vit_model(model=model, attention='belief-star'), vit_images(3)
+        attn, x = net.blocks[0].attn, net.embed(images)[0]
+        h = net.blocks[0].norm1(x)
+        q, k, v = attn.qkv(h).view(3, 5, 3, 2, 6).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+        q = q * (scale or attn.temperature.exp()) * 6 ** 0.5
+        p = gpt_weights(q, k, scale is None, vit)[:, :, 0]  # (B, nh, T)
+        mh, own = torch.einsum('bht,bhtd->bhd', p, v).flatten(1), v[:, :, 0].flatten(1)
+        alpha = (mh * own).sum(1) / (own * own).sum(1)
+        delta = mh - alpha[:, None] * own
+        mh_out, out = [t @ attn.proj.weight.T for t in (mh, delta)]
+        rows, maps = vit.diagnose(net, images)
+        for name, t in dict(mh=mh, update=delta, mh_out=mh_out, update_out=out).items():
+            close(rows[0][name], t.norm(dim=1).mean(), 1e-6)
+        for name, t in dict(cos_mh=mh_out, cos_update=out).items():
+            close(rows[0][name], F.cosine_similarity(t, x[:, 0]).mean(), 1e-6)
+        close(rows[0]['alpha'], alpha.mean(), 1e-6)
+        want = p.mean(1)[:, 1:]
+        close(maps[0].flatten(1), want / want.amax(1, keepdim=True), 1e-12)
     with folder() as path:
-        flags = vit_tiny(path, '--attention', 'belief-star', '--token', -1)
-        code, out, err, rows = run('inspect', *flags, script=vit)
+        code, out, err, rows = run('inspect', *vit_tiny(path), script=vit)
         steps = [(row['step'], row['layer']) for row in rows]
         assert code == 0 and steps == list(itertools.product((0, 3, 6), (0, 1))), err
         assert len(list(path.glob('out/*/inspect-*/inspect.csv'))) == 1
+        try:
+            from matplotlib.image import imread
+        except ImportError:
+            return
+        found, = path.glob('out/*/inspect-*/attention.png')
+        assert imread(found).shape == (3 * 3 * 10, 6 * 3 * 10, 4)
 
 def test_vit_mistakes():
     with folder() as path:
@@ -962,27 +880,25 @@ def test_vit_mistakes():
         for words, argv in (
                 (['--gamma 0.5', '1 or more'], ['--gamma', 0.5, '--attention', 'attentionx']),
                 (['--gamma 2', '(0, 1]'], ['--gamma', 2, '--attention', 'attentionx-v1']),
-                (['--attention', 'belief-star'], ['--attention', 'x']),
                 (['--model', 'vit-small'], ['--model', 'resnet']),
                 (['--patch-size'], ['--patch-size', 3]), (['--patch-size'], ['--first-size', 6]),
-                (['--optimizer', 'set-adam'], ['--optimizer', 'sgd']),
                 (['--val-fraction'], ['--val-fraction', 0.001]),
                 (['--val-fraction'], ['--val-fraction', 1.0]),
                 (['--table models'], ['--over', 'model=tiny,vit-small'])):
             refuse(words, *flags, *argv, script=vit)
         refuse(['no run'], 'predict', '--images', 'x.png', '--out-dir', path, script=vit)
-        good = (path / 'data/train.npz').read_bytes()
+        train = path / 'data/train.npz'
+        for bad in (b'', train.read_bytes()[:100], b'<html>'):
+            train.write_bytes(bad)
+            refuse(['train.npz'], *flags, script=vit)
         images, labels = np.zeros((30, 3, 8, 8), np.uint8), np.arange(30) % 3
         for arrays in (dict(images=images), dict(images=images.astype('f'), labels=labels),
                        dict(images=images[:, 0], labels=labels),
                        dict(images=images, labels=labels[:9]),
                        dict(images=np.array([{}]), labels=labels)):
-            np.savez(path / 'data/train.npz', **arrays)
+            np.savez(train, **arrays)
             refuse(['train.npz', 'uint8'], *flags, script=vit)
-        for bad in (b'', good[:100], b'<html>'):
-            (path / 'data/train.npz').write_bytes(bad)
-            refuse(['train.npz'], *flags, script=vit)
-        (path / 'data/train.npz').unlink()
+        train.unlink()
         refuse(['train.npz', 'CLASS'], *flags, script=vit)
 
 # ------------------------------------ admm_detr.py ------------------------------------
@@ -993,7 +909,7 @@ OPTIONS = [dict(ridge=ridge, positive=positive)
 
 def detr_config(**settings):
     small = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
-                 num_queries=5, num_classes=3, stride=16, image_size=32)
+                 num_queries=5, num_classes=3, stride=16, image_size=32, **detr.OA)
     return detr.Config(**{**small, **settings})
 
 def tokens(*sizes, d=32, seed=0, rank=0, dtype=torch.float64):
@@ -1698,7 +1614,10 @@ def test_detr_facts_of_the_paper():
     assert detr.schedule(200 * epoch - 1, c) == 1 and detr.schedule(200 * epoch, c) == 0.1
     c = detr.Config()
     off = (c.ridge, c.positive, c.centre, c.random_tokens)
-    assert off == (0, False, False, None) and c.cross_attention == 'admm'
+    assert off == (3, True, True, None) and c.cross_attention == 'admm'
+    assert detr.OA == dict(ridge=0, positive=False, centre=False, power=5)
+    assert all(row.items() >= detr.OA.items() for rows in (detr.TABLES['1'], detr.TABLES['2'])
+               for row in rows.values() if not {*row.values()} <= {'softmax', 'no-weights'})
 
 # ------------------------------------ mask_distill.py ------------------------------------
 MASKS = ['all', 'last5', 'windows', 'first-all', 'window:3', 'window:3+sinks:2', 'sinks:2',
@@ -1720,10 +1639,9 @@ def mask_teacher(**settings):
 def mask_data(c, teacher=None):
     """What load_data gives, without files."""
     tokens = (np.arange(4000) ** 2 // 7 % 40).astype(np.uint16)
-    starts = np.unique(np.linspace(0, 900 - c.block_size - 1, c.eval_rows).astype(np.int64))
-    pool = np.arange(c.samples) * 7
     return mask.SimpleNamespace(train=tokens, val=tokens[:900], tokenizer='bytes', vocab_size=40,
-                                teacher=teacher, pool=pool, val_starts=starts, about='')
+                                teacher=teacher, pool=np.arange(c.samples) * 7, about='',
+                                val_starts=np.linspace(0, 800, c.eval_rows).astype(np.int64))
 
 def mask_holds(masks, i, j):
     """Which candidates hold the pair i, j <= i, by the words of the grammar -> list of bool."""
@@ -1736,27 +1654,23 @@ def mask_holds(masks, i, j):
     return [holds[t[0]](int(t[-1]) if len(t) == 2 else 0) for t in terms]
 
 def mask_slowly(reading, q, k, v, masks, c):
-    """The three readings, one pair of tokens at a time; c (nh, K) -> (B, nh, T, hs)."""
-    B, nh, T, hs = q.shape
+    """The three readings, one query at a time; c (nh, K) -> (B, nh, T, hs)."""
     out = torch.zeros_like(q)
-    for b, h, i in itertools.product(range(B), range(nh), range(T)):
-        e = [math.exp(q[b, h, i].dot(k[b, h, j]) / math.sqrt(hs)) for j in range(i + 1)]
-        held = [mask_holds(masks, i, j) for j in range(i + 1)]
-        cs = c[h].tolist()
-        if not any(all(mask_holds(masks, x, x)[m] for x in range(T)) for m in range(len(cs))):
-            cs.append(max(cs))  # the own token, where no mask surely holds it
-            held = [[*row, j == i] for j, row in enumerate(held)]
-        W = [sum(x for x, yes in zip(cs, row) if yes) for row in held]
+    K = c.size(1)
+    sure = any(all(mask_holds(masks, x, x)[m] for x in range(9)) for m in range(K))
+    for b, h, i in itertools.product(*map(range, q.shape[:3])):
+        e = (k[b, h, :i + 1] @ q[b, h, i] / math.sqrt(q.size(3))).exp()
+        M = torch.tensor([mask_holds(masks, i, j) for j in range(i + 1)]).double().T    # (K, i + 1)
+        cs = c[h]
+        if not sure:  # the own token, where no mask surely holds it
+            cs, M = torch.cat([cs, cs.amax(0, True)]), torch.cat([M, torch.eye(i + 1)[-1:]])
         if reading == 'renormalised':
-            p = [w * x / sum(map(math.prod, zip(W, e))) for w, x in zip(W, e)]
+            p = cs @ M * e / (cs @ M * e).sum()
         elif reading == 'unnormalised':
-            p = [w * x / sum(e) for w, x in zip(W, e)]
+            p = cs @ M * e / e.sum()
         else:
-            p = [0.0] * (i + 1)
-            for m, x in enumerate(cs):
-                total = sum(e[j] for j in range(i + 1) if held[j][m])
-                p = [a + (x * e[j] / total if held[j][m] else 0) for j, a in enumerate(p)]
-        out[b, h, i] = sum(w * v[b, h, j] for j, w in enumerate(p))
+            p = sum(x * m * e / (m * e).sum() for x, m in zip(cs, M) if m.any())
+        out[b, h, i] = p @ v[b, h, :i + 1]
     return out
 
 def test_mask_reference():
@@ -1772,91 +1686,62 @@ def test_mask_reference():
                 close(mask.blocked_attention(q, k, v, masks, log_c, block), want, 1e-12)
 
 def test_mask_gradcheck():
-    for masks, reading, f in (('windows', 'renormalised', mask.dense_attention),
-                              ('windows', 'renormalised', mask.blocked_attention),
-                              ('last5', 'unnormalised', mask.dense_attention),
-                              ('windows', 'separate', mask.dense_attention)):
+    blocked = lambda q, k, v, masks, log_c, _: mask.blocked_attention(q, k, v, masks, log_c)
+    for reading, f in (('renormalised', mask.dense_attention), ('renormalised', blocked),
+                       ('unnormalised', mask.dense_attention), ('separate', mask.dense_attention)):
         inputs = [t.requires_grad_() for t in qkv(1, 2, 5, 2)]
-        alpha = qkv(2, len(mask.candidates(masks)))[0].requires_grad_()
-        more = {} if f is mask.blocked_attention else dict(reading=reading)
-        assert torch.autograd.gradcheck(
-            lambda q, k, v, a: f(q, k, v, masks, mask.coefficients(a), **more), (*inputs, alpha))
+        alpha = qkv(2, 3)[0].requires_grad_()
+        y = lambda q, k, v, alpha: f(q, k, v, 'windows', mask.coefficients(alpha), reading)
+        assert torch.autograd.gradcheck(y, (*inputs, alpha))
 
 def test_mask_blocked_equals_dense():
-    """Any length, any mask, gradients, half precision."""
-    for masks, T in (('window:64+sinks:4', 200), ('window:64+sinks:4', 30), ('window:33', 129),
-                     ('last5', 70), ('windows', 41), ('window:1', 5), ('offset:7+first:2', 37),
-                     ('window:8+window:16+sinks:3', 64), ('sinks:3', 9)):
+    """Any length, any mask, half precision, on a GPU where there is one."""
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    for masks, T in (('window:64+sinks:4', 200), ('window:33', 129), ('offset:7+first:2', 37)):
+        log_c = mask.coefficients(qkv(3, len(mask.candidates(masks)))[0])
         for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-6),
                                  (torch.bfloat16, 3e-2), (torch.float16, 3e-3)):
-            inputs = [t.requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype)]
-            a = qkv(3, len(mask.candidates(masks)))[0].requires_grad_()
-            y, z = [f(*inputs, masks, mask.coefficients(a))
+            inputs = [t.to(device) for t in qkv(2, 3, T, 8, dtype=dtype)]
+            y, z = [f(*inputs, masks, log_c.to(device))
                     for f in (mask.dense_attention, mask.blocked_attention)]
             assert y.dtype == z.dtype == dtype
             close(y.double(), z.double(), tolerance)
-            if dtype == torch.float64:
-                for one, other in zip(*[torch.autograd.grad(out.sin().sum(), (*inputs, a))
-                                        for out in (y, z)]):
-                    close(one, other, tolerance)
-
-def test_mask_neutral_settings_and_scale():
-    """All of the mask is plain attention; c -> t c scales two of the readings and not the third;
-    read separately, single tokens lose queries and keys."""
-    q, k, v = qkv(2, 3, 20, 4)
-    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for masks in ('all', 'window:20', 'window:50', 'window:15+sinks:6'):
-        close(mask.dense_attention(q, k, v, masks), plain, 1e-12)
-        if masks != 'all':
-            close(mask.blocked_attention(q, k, v, masks), plain, 1e-12)
-    log_c = torch.tensor([[0.9, 0.5, 0.1]], dtype=torch.float64).log()
-    for reading, scale in (('renormalised', 1.0), ('unnormalised', 0.25), ('separate', 0.25)):
-        c = torch.full((1, 1), 0.25, dtype=torch.float64).log()
-        close(mask.dense_attention(q, k, v, 'all', c, reading), scale * plain, 1e-12)
-        y, z = [mask.dense_attention(q, k, v, 'windows', x, reading) for x in (log_c, log_c + c)]
-        close(z, scale * y, 1e-12)
-    close(mask.blocked_attention(q, k, v, 'windows', (log_c - 200).float()),  # far below float32
-          mask.dense_attention(q, k, v, 'windows', log_c), 1e-5)
-    c = torch.linspace(-1, 0, 5, dtype=torch.float64)[None]
-    y = mask.dense_attention(q, k, v, 'last5', c, 'separate')
-    close(y[:, :, 6], sum(c[0, m].exp() * v[:, :, 6 - m] for m in range(5)), 1e-12)
 
 def test_mask_no_empty_row():
     """The own token is always there: rows add up to 1, no NaN, forward or backward."""
+    both = mask.dense_attention, mask.blocked_attention
     for masks, dtype in itertools.product(('offset:7', 'first:3', 'sinks:1', 'offset:3+offset:5'),
                                           (torch.float32, torch.float16)):
         q, k, v = [t.requires_grad_() for t in qkv(1, 2, 12, 4, dtype=dtype, scale=30.0)]
-        p = mask.attention_weights(q, k, masks)
-        close(p.float().sum(-1), torch.ones(1, 2, 12), 1e-2)
-        for f in (mask.dense_attention, mask.blocked_attention):
+        close(mask.attention_weights(q, k, masks).float().sum(-1), torch.ones(1, 2, 12), 1e-2)
+        for f in both:
             y = f(q, k, v, masks)
-            close(y[:, :, 0].float(), v[:, :, 0].float(), 1e-2)
             assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (q, k, v)))
-    q, k, v = qkv(1, 2, 12, 4, dtype=torch.float32)
+    q, k, v = qkv(1, 2, 12, 4)
     closed = mask.coefficients(torch.tensor([[-20.0, 3.0]]))  # the window of `window:3+first:1`
-    assert closed[0, 0] == -math.inf and closed[0, 1] > -0.1
-    for f in (mask.dense_attention, mask.blocked_attention):
+    far = torch.tensor([[-200.1, -200.5, -201.0]])  # c below what float32 has
+    for f in both:
         close(f(q, k, v, 'window:3+first:1', closed), f(q, k, v, 'first:1'), 1e-6)
+        close(f(q, k, v, 'windows', far), f(q, k, v, 'windows', far + 200), 1e-5)
 
 def test_mask_kept_pairs():
     """0.460 of the pairs at 256 tokens for window:64+sinks:4, none twice; 0.039 for last5."""
     masks = 'window:64+sinks:4'
     held = [mask_holds(masks, i, j) for i in range(256) for j in range(i + 1)]
     assert all(sum(row) < 2 for row in held)
-    shares = [sum(column) / len(held) for column in zip(*held)]
-    assert abs(sum(shares) - 0.460) < 5e-4
-    for alphas, want in (([torch.zeros(1, 2)] * 3, sum(shares)),
-                         ([torch.tensor([[0.0, -20.0], [0.0, 0.0]])], sum(shares) - shares[1] / 2)):
-        assert abs(mask.kept_pairs(alphas, masks, 256) - want) < 1e-6
-    assert abs(mask.kept_pairs([torch.zeros(1, 5)], 'last5', 256) - 0.0386) < 5e-4
-    assert abs(mask.kept_pairs([torch.zeros(1, 1)], 'offset:1', 16) - 31 / 136) < 1e-6
+    window, sinks = [sum(column) / len(held) for column in zip(*held)]
+    half_closed = torch.tensor([[0.0, -20.0], [0.0, 0.0]])
+    for alpha, masks, T, want in ((torch.zeros(1, 2), masks, 256, window + sinks),
+                                  (half_closed, masks, 256, window + sinks / 2),
+                                  (torch.zeros(1, 5), 'last5', 256, 1270 / 32896),
+                                  (torch.zeros(1, 1), 'offset:1', 16, 31 / 136)):
+        assert abs(mask.kept_pairs([alpha] * 3, masks, T) - want) < 1e-6, masks
 
 def test_mask_l1_and_budget():
     """L1 pulls at the common scale of the coefficients, the budget does not."""
     alphas = [torch.tensor([[0.3, -1.0, 2.0]], requires_grad=True) for _ in range(2)]
     loss = mask.penalty(alphas, mask_config(masks='windows', l1=0.5))
     close(loss, 2 * 0.5 * alphas[0].sigmoid().sum().item(), 1e-6)
-    assert all((g > 0).all() for g in torch.autograd.grad(loss, alphas))
     loss = mask.penalty(alphas, mask_config(masks='windows', budget=0.3, budget_weight=3.0))
     r = (alphas[0][0].sigmoid() / alphas[0].sigmoid().max()).tolist()
     lost = [math.prod(1 - x * yes for x, yes in zip(r, mask_holds('windows', i, j)))
@@ -1867,18 +1752,24 @@ def test_mask_l1_and_budget():
     assert (g[:2] > 0).all() and g[2] < 0  # the others against the largest
     close((g / (1 - alphas[0][0].sigmoid())).sum(), 0.0, 1e-6)  # d / d log c: no common pull
     assert mask.penalty(alphas, mask_config(masks='windows', budget=kept + 1e-3)) == 0
-    heads = [torch.cat([a, a]).detach() for a in alphas]  # alike: the same penalty
-    for settings in (dict(l1=0.5), dict(budget=0.2)):
-        c = mask_config(masks='windows', **settings)
-        close(mask.penalty(heads, c), mask.penalty(alphas, c), 1e-6)
+    c = mask_config(masks='windows', l1=0.5, budget=0.2)
+    heads = [torch.cat([a, a]) for a in alphas]  # alike: the same penalty
+    close(mask.penalty(heads, c), mask.penalty(alphas, c), 1e-6)
 
 # logits[1, -1, :4], their mean size, attentions[1, 0, 2, 23, :4], sum of squares: transformers
 MASK_GOLDEN = ([0.879413, 0.831994, -0.276339, -1.175988], 0.7578675150871277,
                [0.003405, 1e-05, 2.9e-05, 1e-06], 181.0743408203125)
 
 def mask_golden_model():
+    """Weights that anyone can make again from the names of the parameters."""
     net = mask.GPT2(mask_config(n_head=3, n_embd=24, block_size=24, vocab_size=61)).double()
-    fill_mask(net.state_dict())
+    for key, p in net.state_dict().items():
+        w = np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, p.numel())
+        if p.dim() > 1:
+            w *= math.sqrt(3 / (p.numel() / len(p))) * (4 if 'c_attn' in key else 1)
+        else:
+            w = 0.1 * w + key.endswith('weight')
+        p.copy_(torch.from_numpy(w).view_as(p))
     return net, (torch.arange(48) * 7919 % 61).view(2, 24)
 
 def test_mask_golden():
@@ -1886,8 +1777,7 @@ def test_mask_golden():
     logits, size, weights, squares = MASK_GOLDEN
     net, idx = mask_golden_model()
     watch = []
-    net.features(idx, watch=watch)
-    got = net(idx)
+    got = net(idx, watch=watch)
     close(got[1, -1, :4], torch.tensor(logits), 1e-5)
     close(got.abs().mean(), size, 1e-6)
     close(torch.stack(watch)[1, 0, 2, 23, :4], torch.tensor(weights), 1e-6)
@@ -1895,17 +1785,6 @@ def test_mask_golden():
     for block in net.h:  # eager, as there, and the fused kernel agree
         block.attn.how = 'dense'
     close(net(idx), got, 1e-12)
-    assert net.h[0].attn.c_attn.weight.shape == (24, 72)  # (in, out)
-
-def fill_mask(state):
-    """Weights that anyone can make again from the names of the parameters."""
-    for key, p in state.items():
-        w = np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, p.numel())
-        if p.dim() > 1:
-            w *= math.sqrt(3 / (p.numel() / len(p))) * (4 if 'c_attn' in key else 1)
-        else:
-            w = 0.1 * w + key.endswith('weight')
-        p.copy_(torch.from_numpy(w).view_as(p))
 
 def safetensors(tensors, n_head=None, pad=0):
     """Bytes of a safetensors file from {name: array}."""
@@ -1919,59 +1798,52 @@ def safetensors(tensors, n_head=None, pad=0):
     return struct.pack('<Q', len(head)) + head + data
 
 def test_mask_safetensors():
-    """Headers of any length, so data at odd places; damaged files get one line."""
+    """Headers of any length, so data at odd places; the hub's keys and those of transformers, sizes
+    from the file; what is damaged or no GPT-2 gets one line."""
     arrays = {'c': np.array(3.25, '<f4'), 'a': np.arange(6, dtype='<f4'),
               'b': np.array([[1.5], [-2]], '<f2')}
     whole = safetensors(arrays)
+    net, idx = mask_golden_model()
+    state = {key: p.float().numpy() for key, p in net.state_dict().items()}
+    hub = {**state, 'h.0.attn.bias': np.tril(np.ones((1, 1, 24, 24), '<f4'))}
+    prefixed = {'transformer.' + key: value for key, value in state.items()}
+    prefixed['lm_head.weight'] = state['wte.weight']
+    opened = types.SimpleNamespace(main=lambda argv: mask.load_teacher(argv[0]))
     with folder() as path:
         file = path / 'x.safetensors'
         for pad in range(8):
             file.write_bytes(safetensors(arrays, '3', pad))
             got = mask.read_safetensors(file)
             assert all(np.array_equal(got[name].numpy(), a) for name, a in arrays.items())
-        for damaged in (whole[:-1], whole + b'\0', b'', b'\1\2\3', whole[8:], b'PK\3\4' + bytes(60),
+        for damaged in (whole[:-1], whole + b'\0', b'', whole[8:], b'PK\3\4' + bytes(60),
                         struct.pack('<Q', 2**63) + whole[8:], struct.pack('<Q', 2) + b'[]',
                         struct.pack('<Q', 2) + b'\xff\xfe', whole.replace(b'F16', b'F8 '),
                         whole.replace(b'"shape": [6]', b'"shape": [7]'), whole):  # no GPT-2
             file.write_bytes(damaged)
-            refuse([str(file)], *tiny(mask, path, '--init', file), script=mask)
-        refuse(['absent'], *tiny(mask, path, '--init', path / 'absent'), script=mask)
-
-def test_mask_load_gpt2():
-    """The hub's keys and those of transformers; buffers dropped; sizes from the file."""
-    net, idx = mask_golden_model()
-    state = {key: p.float().numpy() for key, p in net.state_dict().items()}
-    hub = {**state, 'h.0.attn.bias': np.tril(np.ones((1, 1, 24, 24), '<f4'))}
-    prefixed = {'transformer.' + key: value for key, value in state.items()}
-    prefixed['lm_head.weight'] = state['wte.weight']
-    with folder() as path:
-        file = path / 'gpt2.safetensors'
+            refuse([str(file)], file, script=opened)
         for tensors in (hub, prefixed):
             file.write_bytes(safetensors(tensors, '3'))
             got = mask.load_gpt2(file)
             c = got.config
             assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) == (2, 3, 24, 24, 61)
             close(got(idx), net(idx), 1e-5)
-        for drop, n_head, words in (('h.1.mlp.c_fc.bias', '3', 'c_fc.bias'), ('', '5', 'n_head'),
-                                    ('wte.weight', '3', 'wte'), ('', None, 'n_head')):
+        for drop, n_head, word in (('wte.weight', '3', 'wte'), ('', '5', 'n_head'),
+                                   ('h.1.mlp.c_fc.bias', '3', 'c_fc.bias'), ('', None, 'n_head')):
             broken = {key: value for key, value in state.items() if key != drop}
             file.write_bytes(safetensors(broken, n_head))
-            refuse([str(file), words], *tiny(mask, path, '--init', file), script=mask)
+            refuse([str(file), word], file, script=opened)
     own = mask.load_gpt2(HERE / 'assets' / 'teacher.safetensors')
     assert sum(p.numel() for p in own.parameters()) == 858_880 and own.config.n_head == 4
 
-def test_mask_initial_weights():
-    """A generator for each tensor, named as in the first version."""
-    net = mask.GPT2(mask_config())
-    generator = torch.Generator().manual_seed(zlib.crc32(b'1337 h.1.mlp.c_proj.weight'))
-    want = torch.empty(64, 16).normal_(0.0, 0.02 / 2, generator=generator)
-    assert torch.equal(net.h[1].mlp.c_proj.weight, want)
-
 def test_mask_substitute():
     """The student is the teacher with masks; what is not trained is shared, and stays."""
+    generator = torch.Generator().manual_seed(zlib.crc32(b'1337 h.1.mlp.c_proj.weight'))
+    want = torch.empty(64, 16).normal_(0.0, 0.02 / 2, generator=generator)
+    assert torch.equal(mask.GPT2(mask_config()).h[1].mlp.c_proj.weight, want)
     teacher = mask_teacher()
     for learn, kinds in (('alphas', {'alpha'}), ('attention', {'alpha', 'weight', 'bias'})):
-        c = mask_config(masks='windows', learn=learn, per_head=learn == 'alphas')
+        c = mask_config(masks='windows', learn=learn, per_head=learn == 'alphas', weight_decay=0.3,
+                        learning_rate=2e-3, alpha_lr=0.2)
         model = mask.substitute(teacher, c)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         assert {name.split('.')[-1] for name in trained} == kinds
@@ -1979,11 +1851,8 @@ def test_mask_substitute():
         assert model.h[0].attn.alpha.shape == (2 if c.per_head else 1, 3)
         assert model.wte.weight is teacher.wte.weight
         assert model.h[0].attn.c_attn.weight is not teacher.h[0].attn.c_attn.weight
-    idx = torch.arange(32).view(2, 16)
-    close(mask.substitute(teacher, mask_config(masks='window:16'))(idx), teacher(idx), 1e-4)
     assert teacher.h[0].attn.alpha is None and teacher.h[0].attn.masks == 'all'
-    c = mask_config(learning_rate=2e-3, alpha_lr=0.2, weight_decay=0.3)
-    for stage, net in (('student', mask.substitute(teacher, c)), ('teacher', mask.GPT2(c))):
+    for stage, net in (('student', model), ('teacher', mask.GPT2(c))):
         names = {id(p): name for name, p in net.named_parameters() if p.requires_grad}
         for group in mask.make_optimizer(net, dataclasses.replace(c, stage=stage)).param_groups:
             p, = group['params']
@@ -1993,18 +1862,16 @@ def test_mask_substitute():
 
 def test_mask_kl():
     """KL(teacher || student) by the formula; in pieces, the same; in bfloat16, still exact."""
-    x, y, w = [t[0].float().requires_grad_() for t in qkv(1, 1, 11, 6)]
-    w = w[0]
-    p, q = (y @ w.T).softmax(-1), (x @ w.T).softmax(-1)
+    x, y, w = [t.float().requires_grad_() for t in qkv(1, 11, 6)]
+    p, q = (y @ w[0].T).softmax(-1), (x @ w[0].T).softmax(-1)
     want = (p * (p / q).log()).sum(-1)[0]
     for limit in (mask.LOGITS, 30):
         with unittest.mock.patch.object(mask, 'LOGITS', limit):
-            got = mask.token_kl(x, y, w)
+            got = mask.token_kl(x, y, w[0])
             close(got, want, 1e-5)
             for one, other in zip(*[torch.autograd.grad(t.mean(), (x, w), retain_graph=True)
                                     for t in (got, want)]):
                 close(one, other, 1e-5)
-    assert (mask.token_kl(y, x, w) - want).abs().max() > 1e-3
     x, w = torch.randn(1, 50, 32), torch.randn(500, 32)
     x[..., 0], w[:, 0] = 10, -10  # logits near -100, as GPT-2's are
     y = x + 0.01 * torch.randn(1, 50, 32)
@@ -2017,22 +1884,17 @@ def test_mask_cache():
     reading divides by what the masks leave out, too."""
     teacher = mask_teacher(block_size=40)
     idx = torch.arange(3)[None].repeat(2, 1)
-    for masks, reading in (('all', 'renormalised'), ('window:4+sinks:2', 'renormalised'),
-                           ('last5', 'unnormalised'), ('windows', 'separate'),
-                           ('offset:3', 'renormalised'), ('first:2', 'renormalised')):
+    for masks, reading, kept in (('all', 'renormalised', 32), ('offset:3', 'renormalised', 3),
+                                 ('window:4+sinks:2', 'renormalised', 5),
+                                 ('last5', 'unnormalised', 32), ('windows', 'separate', 14)):
         model = mask.substitute(teacher, mask_config(masks=masks, reading=reading)).eval()
         out, size = model.generate(idx, 30, temperature=0)
         whole, cache = model(out), [{} for _ in model.h]
         for t in range(33):  # every token by a pass over all before it
             close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-4)
             assert t < 3 or torch.equal(whole[:, t - 1].argmax(-1), out[:, t]), (masks, t)
-        reach, first = mask.extent(masks)
-        kept = 32 if masks == 'all' or reading == 'unnormalised' else reach - 1 + first
         assert size == 2 * 2 * 2 * 16 * 4 * kept, (masks, reading, size)
-    plain, _ = teacher.generate(idx, 30, temperature=0)
-    assert torch.equal(plain[:, -1], teacher(plain[:, :-1])[:, -1].argmax(-1))
-    assert teacher.generate(idx, 60, temperature=0)[0].shape == (2, 63)  # positions begun afresh
-    assert torch.equal(teacher.generate(idx, 20, temperature=5.0, top_k=1)[0], plain[:, :23])
+    assert teacher.generate(idx, 60)[0].shape == (2, 63)  # positions begun afresh
 
 def mask_figures(model, teacher, batches):
     """fidelity once more, in the plainest way."""
@@ -2041,19 +1903,18 @@ def mask_figures(model, teacher, batches):
     maps, ps, gradients = [[], []], [], []
     for net, watch in zip((teacher, model), maps):
         net = mask.copy.deepcopy(net).requires_grad_(True)
-        net.features(x, watch=watch)
-        ps.append(net(x).softmax(-1))
+        ps.append(net(x, watch=watch).softmax(-1))
         sum(-ps[-1][b, t, y[b, t]].log() for b, t in places).backward()
         gradients.append(torch.cat([p.grad.flatten() for name, p in net.named_parameters()
                                     if 'attn.c_attn' in name or 'attn.c_proj' in name]))
     p, q = [t.detach() for t in ps]
-    kl = sum((p[place] * (p[place] / q[place]).log()).sum() for place in places)
-    ppl = sum((p[b, t, y[b, t]] / q[b, t, y[b, t]]).log() for b, t in places)
-    right = [sum(m[place].argmax() == y[place] for place in places) for m in (p, q)]
-    gaps = [(a[b, h, t, :t + 1] - s[b, h, t, :t + 1]) for a, s in zip(*maps)
-            for h in range(2) for b, t in places]
     n = len(places)
-    return dict(kl=kl / n, accuracy=right[1] / max(1, right[0]), ppl=math.exp(ppl / n),
+    right = [sum(m[place].argmax() == y[place] for place in places) for m in (p, q)]
+    gaps = [a[b, h, t, :t + 1] - s[b, h, t, :t + 1] for a, s in zip(*maps)
+            for h in range(2) for b, t in places]
+    return dict(kl=sum((p[at] * (p[at] / q[at]).log()).sum() for at in places) / n,
+                ppl=math.exp(sum((p[at][y[at]] / q[at][y[at]]).log() for at in places) / n),
+                accuracy=right[1] / max(1, right[0]),
                 mse=sum((g * g).sum() for g in gaps) / sum(map(len, gaps)),
                 tv=sum(g.abs().sum() / 2 for g in gaps) / len(gaps),
                 cosine=F.cosine_similarity(*gradients, dim=0))
@@ -2065,46 +1926,35 @@ def test_mask_fidelity_and_edge_cases():
     c = mask_config(masks='window:3+sinks:1', batch_size=3, eval_rows=6)
     data = mask_data(c, teacher)
     model = mask.make_model(c, data)
-    text = list(mask.validation(data, 3, c, torch.device('cpu')))
-    assert len(text) == 2 and torch.equal(text[0][0][:, 1:], text[0][1][:, :-1])
+    text = list(mask.validation(data, 3, c, 'cpu'))
+    assert len(text) == 2
     x, y = text[0]
-    padded_x, padded_y = x.clone(), y.clone()
-    padded_x[0, 5:], padded_y[0, 5:] = 0, -1
-    padded_x[1], padded_y[1] = 0, -1  # all padding
-    repeated_x, repeated_y = x.clone(), y.clone()
-    repeated_x[:, 4:12], repeated_y[:, 3:11] = x[:, [4]], x[:, [4]]
-    zeros = torch.zeros_like(x)
-    for batches in (text, [(padded_x, padded_y)], [(repeated_x, repeated_y)], [(zeros, zeros)]):
+    targets, repeated = y.clone(), x.clone()
+    targets[0, 5:], targets[1], repeated[:, 4:12] = -1, -1, x[:, [4]]
+    for batches in (text, [(x, targets)], [(repeated, y)], [(x * 0, y * 0)]):
         got, want = mask.fidelity(model, teacher, batches), mask_figures(model, teacher, batches)
         for key, value in want.items():
             close(got[key], torch.as_tensor(value).detach(), 2e-5 * max(1, abs(value)))
         assert got['passed'] == (got['accuracy'] >= 0.95) + (got['cosine'] >= 0.95) + (
             got['mse'] <= 1e-4) + (got['kl'] <= 1e-3)
-        same_mask = mask.substitute(teacher, mask_config(masks='window:16'))
-        got = mask.fidelity(same_mask, teacher, batches)
+        assert got['kept'] == mask.kept_pairs(model.alphas(), c.masks, 16)
+        alike = mask.substitute(teacher, mask_config(masks='window:16'))
+        got = mask.fidelity(alike, teacher, batches)
         assert got['passed'] == 4 and got['kl'] < 1e-6 and got['cosine'] > 1 - 1e-5, got
-    x[0, 0] = 39  # what is padding for the targets alone counts in no way
-    padded = mask.fidelity(model, teacher, [(padded_x, padded_y)])
-    padded_x[0, 5:], padded_x[1] = 7, 9
-    close(mask.fidelity(model, teacher, [(padded_x, padded_y)])['kl'], padded['kl'], 1e-6)
-    assert mask.finish(model, data, c, torch.device('cpu'), None)['kept'] == mask.kept_pairs(
-        model.alphas(), c.masks, 16)
 
 def test_mask_batches():
     """A function of seed, step and micro alone; with samples, of so many windows."""
-    c = mask_config(samples=3, batch_size=8, grad_accum_steps=2)
-    data = mask_data(c)
-    batch = lambda c, step, micro: mask.get_batch(data, c, step, micro, torch.device('cpu'))
-    seen = {tuple(row.tolist()) for step in range(20) for row in batch(c, step, 0)[0]}
+    def batch(step=5, micro=1, **settings):
+        c = mask_config(**{**dict(batch_size=8, grad_accum_steps=2), **settings})
+        return mask.get_batch(mask_data(c), c, step, micro, 'cpu')
+    seen = {tuple(row.tolist()) for step in range(20) for row in batch(step, samples=3)[0]}
     assert len(seen) == 3
-    c = dataclasses.replace(c, samples=0)
-    data = mask_data(c)
-    x, y, teacher = batch(c, 5, 1)
+    x, y, teacher = batch()
     assert teacher is None and x.shape == (8, 16) and torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(batch(c, 5, 1)[0], x)
-    whole = batch(mask_config(batch_size=16), 5, 0)[0]  # one teacher for every --batch-size
-    assert torch.equal(torch.cat([batch(c, 5, 0)[0], x]), whole)
-    for other in (batch(c, 5, 0), batch(c, 6, 1), batch(dataclasses.replace(c, seed=1), 5, 1)):
+    assert torch.equal(batch()[0], x)
+    whole = batch(micro=0, batch_size=16, grad_accum_steps=1)[0]  # one teacher for every batch size
+    assert torch.equal(torch.cat([batch(micro=0)[0], x]), whole)
+    for other in (batch(micro=0), batch(step=6), batch(seed=1)):
         assert not torch.equal(other[0], x)
 
 def test_mask_memory():
@@ -2113,23 +1963,22 @@ def test_mask_memory():
     def f():
         a = torch.zeros(1000, 1000)
         del a
-        b = torch.zeros(500, 1000)
-        return b + 1
+        return torch.zeros(500, 1000) + 1
     assert 4_000_000 <= mask.peak(f, cpu) < 4_001_000
-    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4', vocab_size=1000)
+    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4', block_size=1024)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         rows = mask.memory(c, 1024, cpu)
-    alone = rows['attention, MiB']
-    assert alone['eager'] > 2 * 4 * 1024 * 1024 * 4
-    assert alone['masks'] < 0.3 * alone['eager'] and alone['sdpa'] < 0.3 * alone['eager']
-    size = 4 * sum(p.numel() for p in mask.GPT2(dataclasses.replace(c, block_size=1024)).parameters())
-    assert all(x > 2 * size for x in rows['training step, MiB'].values())  # weights and gradients
-    assert all(size < x for x in rows['inference, MiB'].values())
+    eager, sdpa, masks = [row['attention, MiB'] for row in rows.values()]
+    assert eager > 2 * 4 * 4 and masks < 0.3 * eager and sdpa < 0.3 * eager
+    size = 4 / 2**20 * sum(p.numel() for p in mask.GPT2(c).parameters())
+    assert all(row['training step, MiB'] > 2 * size for row in rows.values())  # with gradients
+    assert all(row['inference, MiB'] > size for row in rows.values())
+    assert all(0 < row['attention, ms'] < 10_000 for row in rows.values())
     assert out.getvalue().count('PASS') + out.getvalue().count('FAIL') == 3
 
 def test_mask_two_stages():
-    """One teacher, found again; what is trained moves and nothing else; KL falls; the run is
-    judged and sampled; the report's experiment: L1 lets both alphas of first-all fall."""
+    """One teacher, found again; what is trained moves and nothing else; KL falls; the run is judged
+    and sampled; L1 lets both alphas of first-all fall, as the report saw."""
     with folder() as path:
         teachers = lambda: len(list(path.glob('out/mask_distill/teacher-*')))
         flags = tiny(mask, path, '--teacher-iters', 30, '--teacher-lr', 0.03)
@@ -2149,7 +1998,6 @@ def test_mask_two_stages():
                          for p in ('weight', 'bias')}
         refuse(['student'], *flags, '--init', result['folder'] / 'ckpt.pt', script=mask)
         refuse(['one teacher'], 'compare', *flags, '--over', 'n-layer=1,2', script=mask)
-        assert run(*flags, '--max-iters', 0, '--seed', 2, script=mask)[0] == 0 and teachers() == 2
         last = ['--out-dir', path / 'out', '--device', 'cpu', '--run', result['folder']]
         code, out, err, texts = run('sample', *last, '--new-tokens', 5, script=mask)
         assert code == 0 and [text[0] for text in texts] == mask.PROMPTS, err
@@ -2157,30 +2005,24 @@ def test_mask_two_stages():
         assert code == 0 and set(found['memory']) == {32, 64}, err
         assert abs(found['trained']['kl'] - min(r['val_loss'] for r in log if 'kept' in r)) < 1e-6
         code, out, err, rows = run('inspect', *flags, '--masks', 'first-all', '--learn', 'alphas',
-                                   '--max-iters', 60, '--alpha-lr', 0.1, '--eval-interval', 30,
-                                   '--over', 'l1=0.0,0.1', script=mask)
-        assert code == 0 and list(rows) == ['0.0', '0.1'], err
-        early, late = [[r for r in rows['0.1'] if r['step'] == step] for step in (30, 60)]
+                                   '--max-iters', 20, '--alpha-lr', 0.2, '--eval-interval', 10,
+                                   '--over', 'l1=0.5', script=mask)
+        assert code == 0, err
+        early, late = [[r for r in rows['0.5'] if r['step'] == step] for step in (10, 20)]
         for x, z in zip(early, late):
             assert 0.5 > x['first:1'] > z['first:1'] and 0.5 > x['all:1'] > z['all:1']
-        assert sum(r['all:1'] - r['first:1'] for r in late) > 0
-        code, out, err, sizes = run('scaling', *flags, '--lengths', '32,64', script=mask)
-        assert code == 0 and set(sizes) == {32, 64}, err
 
 def test_mask_mistakes():
+    for bad in ('nonsense', '', 'window', 'window:0', 'window:-3', 'window:4+', 'sinks:1e3'):
+        refuse(['--masks', 'window:N', 'last5'], '--masks', bad, script=mask)
+    for word, *bad in (('--reading', '--reading', 'other'), ('--learn', '--learn', 'all'),
+                       ('--budget', '--budget', 1.5), ('--n-head', '--n-head', 3)):
+        refuse([word], *bad, script=mask)
     with folder() as path:
-        for bad in ('nonsense', '', 'window', 'window:0', 'window:-3', 'window:4+', 'sinks:1e3'):
-            refuse(['--masks', 'window:N', 'last5'], *tiny(mask, path, '--masks', bad), script=mask)
-        for words, *bad in (
-                (['--reading'], '--reading', 'other'), (['--learn'], '--learn', 'all'),
-                (['--execution', 'all'], '--execution', 'blocked', '--masks', 'first-all'),
-                (['--execution'], '--execution', 'blocked', '--reading', 'separate'),
-                (['--budget'], '--budget', 1.5), (['--n-head'], '--n-head', 3),
-                (['block-size'], '--block-size', 5000), (['--vocab-size'], '--vocab-size', 7),
-                (['256 positions'], '--block-size', 257, '--init',
-                 HERE / 'assets' / 'teacher.safetensors')):
-            refuse(words, *tiny(mask, path, *bad), script=mask)
-        refuse(['no run'], 'sample', '--out-dir', path, script=mask)
+        teacher = ['--init', HERE / 'assets' / 'teacher.safetensors']
+        for word, *bad in (('block-size', '--block-size', 5000), ('vocab-size', '--vocab-size', 7),
+                           ('256 positions', '--block-size', 257, *teacher)):
+            refuse([word], *tiny(mask, path, *bad), script=mask)
 
 def test_mask_facts_of_the_report():
     """1,000 samples of 512 tokens, 100 epochs, L1; its masks, prompts and criteria."""
@@ -2191,29 +2033,11 @@ def test_mask_facts_of_the_report():
     assert mask.candidates('windows') == [('window', 5), ('window', 10), ('first', 5)]
     assert mask.candidates('first-all') == [('first', 1), ('all', 1)]
     assert mask.CRITERIA == dict(accuracy=0.95, cosine=0.95, mse=1e-4, kl=1e-3)
-    assert mask.passes('kl', 1e-3) and not mask.passes('kl', 1.1e-3)
-    assert mask.passes('cosine', 0.95) and not mask.passes('accuracy', 0.94)
     assert 'saved >= 0.3' in inspect.getsource(mask.memory)
     assert zlib.crc32('\n'.join(mask.PROMPTS).encode()) == 2326627579 and len(mask.PROMPTS) == 7
-    rows = mask.TABLES['masks']
-    assert len(rows) == 10 and {row['masks'] for row in rows.values()} == {
-        'last5', 'windows', 'window:16+sinks:4', 'window:32+sinks:4', 'window:64',
-        'window:64+sinks:4'}
-    assert sum(row.get('max_iters') == 0 for row in rows.values()) == 2
-    assert sum(row.get('learn') == 'alphas' for row in rows.values()) == 4
-    assert [row.get('l1', 0) for row in mask.TABLES['l1'].values()] == [0, 0.1, 0]
-    assert all(row['masks'] == 'first-all' for row in mask.TABLES['l1'].values())
-
-def test_mask_cuda():
-    """Blocked equals dense on a GPU, and a run there passes through."""
-    if not torch.cuda.is_available():
-        raise unittest.SkipTest('no GPU')
-    q, k, v = [t.cuda() for t in qkv(2, 3, 200, 16, dtype=torch.float32)]
-    close(mask.blocked_attention(q, k, v, 'window:64+sinks:4'),
-          mask.dense_attention(q, k, v, 'window:64+sinks:4'), 1e-5)
-    with folder() as path:
-        code, _, err, result = run(*tiny(mask, path, '--device', 'cuda'), script=mask)
-        assert code == 0 and math.isfinite(result['val_loss']), err
+    rows = list(mask.TABLES['masks'].values())
+    assert len(rows) == 10 and sum(row.get('max_iters') == 0 for row in rows) == 2
+    assert {row['masks'] for row in mask.TABLES['l1'].values()} == {'first-all'}
 
 # ------------------------------------ prepare_data.py ------------------------------------
 PROSE = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
@@ -2355,6 +2179,53 @@ def test_prep_cifar_and_coco():
             'test.npz': ([7], (3, 32, 32), pixels[::-1])}),
         'coco': ({'val2017.zip': archive('zip', EVIL | jpegs), 'annotations_trainval2017.zip':
                   archive('zip', EVIL | boxes)}, jpegs | boxes)})
+# Appended to tests_prep.py, whose helpers it uses, where there is room.
+def test_prep_tokens():
+    for size in (50, 333):  # GPT-2's pattern starts anew at the last white space before a word
+        pieces = list(prepare_data.pieces(io.StringIO(PROSE, newline=''), size))
+        assert ''.join(pieces) == PROSE and len(pieces) > len(PROSE) / size / 2
+        assert all(re.match(r'[ \n]\S', piece) for piece in pieces[1:])
+    with folder() as path:
+        (path / 'text').write_text(PROSE)
+        flags = ['text', path / 'text', '--data-dir', path / 'data']
+        with unittest.mock.patch('tiktoken.get_encoding', side_effect=OSError('a\nb')):
+            refuse_data(['TIKTOKEN_CACHE_DIR'], *flags)
+        with unittest.mock.patch('prepare_data.write_bins', side_effect=KeyboardInterrupt):
+            assert run(*flags, '--tokenizer', 'bytes', script=prepare_data)[0] == 130
+    out, data = prepare_data.get_tokenizer('bytes'), PROSE.encode()
+    assert out.encode_ordinary(PROSE) == list(data) and out.decode(list(data)) == PROSE
+
+def test_prep_other_archives():
+    pixels, wide = bytes(range(256)) * 12, lambda data: np.array([*data], '<u2').tobytes()
+    fine = {'cifar-100-binary/train.bin': b'\3\7' + pixels, 'cifar-100-binary/test.bin': b'',
+            'cifar-100-binary/fine_label_names.txt': b'apple\n'}
+    evil = {'x/imagenette2-160/val/n01440764/2.JPEG': b'x', '../imagenette2-160/val/1.JPEG': b'x',
+            'imagenette2-160/val/n99999999/1.JPEG': b'x', **EVIL}
+    photos, by_word = {}, {}
+    for split, (label, word) in itertools.product(('train', 'val'), prepare_data.WORDS.items()):
+        photos[f'imagenette2-160/{split}/{label}/1.JPEG'] = label.encode()
+        by_word[f'{split}/{word}/1.JPEG'] = label.encode()
+    pages = {f'{i}.txt': b'\n %d\n\n\n\nb ' % i**9 for i in range(2001)}
+    texts = [b'%d\n\nb\n\n' % i**9 for i in range(2001)]
+    packed = prepare_data.lzma.compress(archive('w:', {'x.pkl': b''} | pages), preset=0)
+    shard = np.array([20240520, 1, 1000] + [0] * 253, '<i4').tobytes() + 1000 * b'\x50\xc4'
+    wiki = {'wikitext-2-raw/wiki.train.raw': b'a b', 'wikitext-2-raw/wiki.valid.raw': b'ab'}
+    check_archives({
+        'wikitext-2': ({'wikitext-2-raw-v1.zip': archive('zip', EVIL | wiki)},
+                       {'train.bin': wide(b'a b'), 'val.bin': wide(b'ab')}),
+        'fineweb': ({f'fineweb_{name}.bin': shard for name in ('train_000001', 'val_000000')},
+                    {'train.bin': shard[1024:], 'val.bin': shard[1024:]}),
+        'openwebtext': ({'urlsf_subset00.tar': archive('w:', {'x.pkl': b'', 'owt/1.xz': packed})}, {
+            'train.bin': wide(b''.join(texts[1:2000])), 'val.bin': wide(texts[0] + texts[2000])}),
+        'cifar100': ({'cifar-100-binary.tar.gz': archive('w:gz', EVIL | fine)}, {
+            'train.npz': ([7], (3, 32, 32), pixels), 'test.npz': ([], (3, 32, 32), b'')}),
+        'imagenette': ({'imagenette2-160.tgz': archive('w:gz', evil | photos)}, by_word)})
+    with folder() as path:
+        (path / 'fineweb_val_000000.bin').write_bytes(shard)
+        for bad in (b'\0' + shard[1:], shard[:-1] + b'\xff', shard + b'ab'):
+            (path / 'fineweb_train_000001.bin').write_bytes(bad)
+            refuse_data(['000001.bin has'], 'fineweb', '--from', path, '--no-verify',
+                        '--data-dir', path / 'data')
 
 # ------------------------------------ what all four scripts share ------------------------------------
 def source(script):
@@ -2635,8 +2506,11 @@ def test_two_processes():
         for result, want in zip(results, alone):
             both = torch.load(result['folder'] / 'ckpt.pt', weights_only=True)
             assert both['progress'][0] == 6
-            for name, p in both['model'].items():
-                close(p, want[name], 1e-4)
+            for a, b in zip(both['progress'][3][1:], result['log'][1:]):
+                assert abs(a['loss'] - b['loss']) < 1e-4 * (0.01 + b['loss']), (a, b)
+            for name, p in both['model'].items():  # Adam makes steps of rounding where nothing else is
+                close(p.double().mean(), want[name].double().mean(), 1e-4)
+                close(p, want[name], 1e-3)
 
 def test_gradients_are_averaged():
     """All gradients in one message, each back in its place; a parameter without one stays so."""
@@ -2902,12 +2776,10 @@ def soak_kills(script, path, argv, rng, n=50):
             return f'{n} kills, {len(steps)} steps to go on from, weights equal bit for bit'
 
 def soak_saves(script, path, argv, rng, n=50):
-    def save(numbers):
-        for i in numbers:
-            script.save_checkpoint(path / 'ckpt.pt', dict(w=torch.full((500_000,), float(i)), i=i))
-    save([0])
+    save = lambda i: script.save_checkpoint(path / 'ckpt.pt', dict(w=torch.full((10**6,), i), i=i))
+    save(0)
     for _ in range(n):
-        outcome(lambda: save(itertools.count()), seconds=rng.uniform(0.02, 0.1))
+        outcome(lambda: [*map(save, itertools.count())], seconds=rng.uniform(0.02, 0.1))
         saved = script.load_checkpoint(path / 'ckpt.pt')
         assert (saved['w'] == saved['i']).all()
     return f'{n} kills while checkpoints are written, no unreadable one'
