@@ -1089,7 +1089,7 @@ def show(row):
     """The figures of a row of a log, as text."""
     words = []
     for name, x in row.items():
-        if name not in ('step', 'seconds', 'layer'):
+        if name not in ('step', 'seconds', 'layer') and not math.isnan(x):
             words.append(f'{name} {x:.1e}' if 0 < abs(x) < 1e-3 else f'{name} {x:.4f}')
     return '  '.join(words)
 
