@@ -2179,7 +2179,6 @@ def test_prep_cifar_and_coco():
             'test.npz': ([7], (3, 32, 32), pixels[::-1])}),
         'coco': ({'val2017.zip': archive('zip', EVIL | jpegs), 'annotations_trainval2017.zip':
                   archive('zip', EVIL | boxes)}, jpegs | boxes)})
-# Appended to tests_prep.py, whose helpers it uses, where there is room.
 def test_prep_tokens():
     for size in (50, 333):  # GPT-2's pattern starts anew at the last white space before a word
         pieces = list(prepare_data.pieces(io.StringIO(PROSE, newline=''), size))
