@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 (--dict value does); no output projection (--out-proj keeps it); no dropout of what is solved for;
 no weights means that heads are slices of the channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-992 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-987 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: ResNet-50, photos, average precision, pictures, comparisons.
 """
 import argparse
@@ -870,14 +870,6 @@ def schedule(step, c):
         return min(1.0, left / max(1, c.warmdown_iters))
     return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def average_gradients(model):
-    """Over the processes, all gradients in one message."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, mean in zip(grads, (flat / WORLD).split([grad.numel() for grad in grads])):
-        grad.copy_(mean.view_as(grad))
-
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
@@ -968,8 +960,11 @@ def train(c, folder=None):
                 loss = loss_of(net, batch, c) / c.grad_accum_steps
             scaler.scale(loss).backward()
             total += loss.detach()
-        if WORLD > 1:
-            average_gradients(model)
+        if WORLD > 1:  # the mean of the processes' gradients
+            for p in model.parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad /= WORLD
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
 

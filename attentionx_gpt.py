@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-641 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-636 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -519,14 +519,6 @@ def schedule(step, c):
         return min(1.0, left / max(1, c.warmdown_iters))
     return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def average_gradients(model):
-    """Over the processes, all gradients in one message."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, mean in zip(grads, (flat / WORLD).split([grad.numel() for grad in grads])):
-        grad.copy_(mean.view_as(grad))
-
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
@@ -617,8 +609,11 @@ def train(c, folder=None):
                 loss = loss_of(net, batch, c) / c.grad_accum_steps
             scaler.scale(loss).backward()
             total += loss.detach()
-        if WORLD > 1:
-            average_gradients(model)
+        if WORLD > 1:  # the mean of the processes' gradients
+            for p in model.parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad /= WORLD
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
 

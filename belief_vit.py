@@ -38,7 +38,7 @@ vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
 efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
 47,088 unused parameters, and with position embeddings that the optimizer does not lose.
 
-Lines 1-878 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-873 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -756,14 +756,6 @@ def schedule(step, c):
         return min(1.0, left / max(1, c.warmdown_iters))
     return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def average_gradients(model):
-    """Over the processes, all gradients in one message."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, mean in zip(grads, (flat / WORLD).split([grad.numel() for grad in grads])):
-        grad.copy_(mean.view_as(grad))
-
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
@@ -854,8 +846,11 @@ def train(c, folder=None):
                 loss = loss_of(net, batch, c) / c.grad_accum_steps
             scaler.scale(loss).backward()
             total += loss.detach()
-        if WORLD > 1:
-            average_gradients(model)
+        if WORLD > 1:  # the mean of the processes' gradients
+            for p in model.parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad /= WORLD
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
 

@@ -33,7 +33,7 @@ cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of on
 
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained on the spot; stage 2 is the
 student. Where the report is silent the code says [choice].
-Lines 1-763 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-758 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -641,14 +641,6 @@ def schedule(step, c):
         return min(1.0, left / max(1, c.warmdown_iters))
     return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def average_gradients(model):
-    """Over the processes, all gradients in one message."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    for grad, mean in zip(grads, (flat / WORLD).split([grad.numel() for grad in grads])):
-        grad.copy_(mean.view_as(grad))
-
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
@@ -739,8 +731,11 @@ def train(c, folder=None):
                 loss = loss_of(net, batch, c) / c.grad_accum_steps
             scaler.scale(loss).backward()
             total += loss.detach()
-        if WORLD > 1:
-            average_gradients(model)
+        if WORLD > 1:  # the mean of the processes' gradients
+            for p in model.parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad /= WORLD
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
 
