@@ -6,8 +6,7 @@
 
 The report (Optimizing Attention Mechanisms in Transformer Models; no author is named) replaces the
 causal mask of GPT-2, the teacher, by a linear combination of candidate masks, and trains this
-student to give its teacher's distributions. Its five criteria of success, which it does not
-measure, are measured here, for any masks.
+student to give its teacher's distributions. It names five criteria; here they are measured, too.
 
     the report     what                                                  function
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, coefficients
@@ -32,7 +31,7 @@ cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of on
 
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-756 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-741 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -123,14 +122,12 @@ def own_token(masks, log_c):
     """c / max c (nh, K + 1). [choice] So that no row is empty, a token may attend to itself: where
     no open mask surely holds that, one more does, with the largest coefficient."""
     relative = (log_c - log_c.amax(1, keepdim=True)).exp()                  # (nh, K)
-    late = 10 ** 9  # past all that are first tokens
-    sure = [KINDS[kind](late, late, n, 1) for kind, n in candidates(masks)]
+    sure = [KINDS[kind](10**9, 10**9, n, 1) for kind, n in candidates(masks)]  # of late tokens
     own = relative[:, sure].sum(1, keepdim=True) == 0                       # (nh, 1)
     return torch.cat([relative, own], 1)
 
 def hold(masks, i, j):
-    """Which masks, the own token's last, hold queries i (..., Tq) and keys j (..., T)?
-    -> (K + 1, ..., Tq, T)"""
+    """Which masks, last the own token's, hold i (..., Tq), j (..., T)? -> (K + 1, ..., Tq, T)."""
     i, j = i[..., None], j[..., None, :]
     reach, _ = extent(masks)
     return torch.stack([KINDS[kind](i, j, n, reach) & (0 <= j) & (j <= i)
@@ -169,7 +166,7 @@ def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j
     log_c = torch.zeros(1, len(candidates(masks)), device=q.device) if log_c is None else log_c
     S = (q / math.sqrt(q.size(-1))) @ k.mT                                  # (B, nh, Tq, T)
     causal = i[..., None] >= j[..., None, :]
-    if masks == 'all' and reading == 'renormalised':  # plain attention, whatever its coefficient
+    if masks == 'all' and reading == 'renormalised':  # plain attention
         return F.softmax(S.masked_fill(~causal, -math.inf), dim=-1)
     largest = log_c.amax(1, keepdim=True).exp()
     return READINGS[reading](S, hold(masks, i, j), own_token(masks, log_c), largest, causal)
@@ -189,7 +186,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     i = torch.arange(n * b, device=q.device).view(n, b)
     near = torch.arange(1 - reach, b, device=q.device) + i[:, :1]           # (n, b + reach - 1)
     far = torch.arange(first, device=q.device).repeat(n, 1)
-    far = far.masked_fill(far >= near[:, :1], -1)  # nowhere: among the near ones, or to come
+    far = far.masked_fill(far >= near[:, :1], -1)  # nowhere: it is among the near ones
 
     def keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + reach - 1 + first, hs)
         near = F.pad(t, (0, 0, reach - 1, end)).unfold(2, b + reach - 1, b).mT
@@ -200,8 +197,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     return (p.to(v.dtype) @ keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def expected_pairs(chances, masks, T):
-    """Share of the causal pairs of T tokens that at least one mask keeps, mean over the heads, if
-    masks are there with these chances (nh, K + 1)."""
+    """Share of T tokens' causal pairs in any mask, if each is there with its chance (nh, K + 1)."""
     i = torch.arange(T, device=chances.device)
     lost = 1.0
     for chance, m in zip(chances.T, hold(masks, i, i)):
@@ -211,10 +207,9 @@ def expected_pairs(chances, masks, T):
 def penalty(alphas, c):
     """L1, the sum of the coefficients of every layer's alpha (nh or 1, K), and by how much the
     expected pairs, with chances c / max c, are over the budget.  [MA Sec. 2.5]"""
-    total = 0.0
-    for alpha in alphas:
-        total = total + c.l1 * alpha.sigmoid().mean(0).sum()
-        if c.budget:
+    total = c.l1 * sum(alpha.sigmoid().mean(0).sum() for alpha in alphas)
+    if c.budget:
+        for alpha in alphas:
             chances = own_token(c.masks, F.logsigmoid(alpha))
             excess = expected_pairs(chances, c.masks, c.block_size) - c.budget
             total = total + c.budget_weight * F.relu(excess - 1e-6) / len(alphas)
@@ -302,10 +297,6 @@ class Config:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
 
     @property
-    def how(self):
-        return 'blocked' if self.reading == 'renormalised' and bounded(self.masks) else 'dense'
-
-    @property
     def variant(self):
         masks = self.masks.replace(':', '').replace('+', '-')
         return 'teacher' if self.stage == 'teacher' else f'{masks}-{self.reading}-{self.learn}'
@@ -348,17 +339,17 @@ class Conv1D(nn.Module):
     def __init__(self, n_in, n_out):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_in, n_out))
-        self.bias = nn.Parameter(torch.empty(n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out))
 
     def forward(self, x):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's; a student has masks and alpha besides. `how`: sdpa, dense or blocked."""
+    """GPT-2's, by PyTorch's fused kernel; a student has masks and alpha instead."""
     def __init__(self, c):
         super().__init__()
         self.n_head = c.n_head
-        self.masks, self.how, self.reading = 'all', 'sdpa', 'renormalised'
+        self.fused, self.masks, self.reading = True, 'all', 'renormalised'
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
         self.register_parameter('alpha', None)
@@ -369,9 +360,9 @@ class SelfAttention(nn.Module):
         if watch is not None:
             with torch.no_grad():
                 watch.append(attention_weights(q, k, self.masks, log_c, self.reading, i, j))
-        if self.how == 'sdpa' and len(i) in (1, len(j)):
+        if self.fused and len(i) in (1, len(j)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=len(i) > 1)
-        if self.how == 'blocked' and len(i) == len(j):
+        if self.reading == 'renormalised' and bounded(self.masks) and len(i) == len(j):
             return blocked_attention(q, k, v, self.masks, log_c)
         return dense_attention(q, k, v, self.masks, log_c, self.reading, i, j)
 
@@ -422,11 +413,10 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
-        for name, p in self.named_parameters():  # a generator for each, so that models start alike
-            generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
-            if name.endswith('.bias'):
-                nn.init.zeros_(p)
-            elif name.endswith('.weight') and p.dim() == 2:  # gains, and what you add, stay as made
+        for name, p in self.named_parameters():
+            if name.endswith('.weight') and p.dim() == 2:  # the others, and what you add, stay
+                # a generator for each, so that models start alike
+                generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
                 nn.init.normal_(p, 0.0, std, generator=generator)
 
@@ -460,15 +450,14 @@ class GPT2(nn.Module):
         return idx, sum(layer['k'].nbytes + layer['v'].nbytes for layer in cache)
 
 def substitute(teacher, c):
-    """The teacher with a copy of its attention, with masks and alphas of 0, and all frozen that
-    --learn does not name."""
+    """The teacher, but with a copy of its attention, with masks. Only what --learn says trains."""
     shared = {id(p): p for name, p in teacher.named_parameters() if '.attn.' not in name}
     model = copy.deepcopy(teacher, shared)
     model.config = c
     shape = teacher.config.n_head if c.per_head else 1, len(candidates(c.masks))
-    for attn in [block.attn for block in model.h]:
-        attn.masks, attn.how, attn.reading = c.masks, c.how, c.reading
-        attn.alpha = nn.Parameter(torch.zeros(shape, device=teacher.wte.weight.device))
+    for block in model.h:
+        block.attn.fused, block.attn.masks, block.attn.reading = False, c.masks, c.reading
+        block.attn.alpha = nn.Parameter(torch.zeros(shape, device=teacher.wte.weight.device))
     trained = '.attn.' if c.learn == 'attention' else '.alpha'
     for name, p in model.named_parameters():
         p.requires_grad_(trained in name)
@@ -508,8 +497,6 @@ def load_data(c):
         encode = get_tokenizer(tokenizer).encode_ordinary
         train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
     V = dict(bytes=256, gpt2=50257)[tokenizer]
-    if 0 < c.vocab_size < V:
-        fail(f'--vocab-size {c.vocab_size}: {tokenizer} has {V} tokens')
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
     starts = np.linspace(0, len(val) - c.block_size - 1, c.eval_rows).astype(np.int64)
@@ -522,8 +509,8 @@ def load_data(c):
         data.about += f'\nteacher {c.init}'
         t = data.teacher.config
         if t.vocab_size // 1000 != V // 1000 or t.block_size < c.block_size:
-            fail(f'--init {c.init} has {t.vocab_size} tokens, {t.block_size} positions: it does '
-                 f'not fit {V} tokens in windows of --block-size {c.block_size}')
+            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions, the '
+                 f'data {V} and --block-size {c.block_size}')
     return data
 
 def windows(tokens, starts, c, device):
@@ -533,11 +520,11 @@ def windows(tokens, starts, c, device):
     return x[:, :-1], x[:, 1:]
 
 # ------------------------------------ training ------------------------------------
-# The loop below runs twice: stage 1 trains a teacher, where there is none; stage 2, a student.
 METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
 BETTER = min          # the less the better
 RESULTS = ['kl', 'accuracy', 'mse', 'cosine', 'kept']  # what `compare` tables
 UNIT = 'tokens'       # what c.units_per_step counts
+LOGITS = 2 ** 25      # of a distribution, held at once: 128 MB in float32
 
 def make_model(c, data):
     """A teacher to be or, in stage 2, the teacher with masks, on the CPU. Its config has what data
@@ -568,8 +555,6 @@ def get_batch(data, c, step, micro, device):
         starts = data.pool[starts]
     x, y = windows(data.train, starts[micro, RANK::WORLD], c, device)
     return x, y, data.teacher and data.teacher.to(device)
-
-LOGITS = 2 ** 25  # of a distribution, held at once: 128 MB in float32
 
 def token_kl(x, y, weight):
     """KL(teacher || student), nats, of features y and x (B, T, C), with the same output weights
@@ -785,8 +770,8 @@ def load_gpt2(path):
         n_head = int(read_header(path)[0].get('__metadata__', {}).get('n_head', C // 64))
         if not n_head or C % n_head:
             raise ValueError(f'{C} channels, {n_head} heads: its metadata should say n_head')
-        n_layer = sum(key.endswith('.ln_1.weight') for key in state)
-        model = GPT2(Config(n_layer=n_layer, n_head=n_head, n_embd=C, vocab_size=V,
+        model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V,
+                            n_layer=sum(key.endswith('.ln_1.weight') for key in state),
                             block_size=len(state['wpe.weight'])))
         model.load_state_dict(state)
         return model
@@ -818,9 +803,8 @@ def passes(name, value):
 
 @torch.enable_grad()
 def look(model, x, y):
-    """Log-probabilities (N, V) of the N targets y that are not -1, every layer's attention weights
-    (B, nh, T, T), and the gradient of the targets' summed cross-entropy for all of the attention's
-    weights, frozen ones too, as one vector."""
+    """Log-probabilities (N, V) at the N targets y that are not -1, every layer's attention weights
+    (B, nh, T, T), and the gradient of the summed cross-entropy for all weights of the attention."""
     params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
               if '.attn.c_' in name}
     maps = []
@@ -931,12 +915,11 @@ def memory(c, T, device):
             F.linear(model(idx, logits=False)[:, -1:], model.wte.weight)
 
     timer = Timer('f()', globals=dict(f=alone), num_threads=torch.get_num_threads())
-    ways = {'eager': ('all', 'dense', 'renormalised'), 'sdpa': ('all', 'sdpa', 'renormalised'),
-            'masks': (c.masks, c.how, c.reading)}
     rows = {}
-    for way, settings in ways.items():
+    for way, masks, reading in (('eager', 'all', 'renormalised'), ('sdpa', 'all', 'renormalised'),
+                                ('masks', c.masks, c.reading)):
         for block in model.h:
-            block.attn.masks, block.attn.how, block.attn.reading = settings
+            block.attn.fused, block.attn.masks, block.attn.reading = way == 'sdpa', masks, reading
         rows[way] = {'attention, MiB': peak(alone, device) / 2**20,
                      'training step, MiB': (peak(step, device) + held) / 2**20,
                      'inference, MiB': (peak(infer, device) + held) / 2**20,
@@ -983,10 +966,10 @@ def report(c, model, log):
     device, _ = pick_device(c)
     data = load_data(c)
     untrained = substitute(data.teacher.to(device), model.config)
-    rows = {case: finish(net.eval(), data, c, device, None)
-            for case, net in (('mask only', untrained), ('trained', model))}
+    rows = {}
     print('the report wants' + ''.join(f'{name:>9} {x:<7g}' for name, x in CRITERIA.items()))
-    for case, figures in rows.items():
+    for case, net in (('mask only', untrained), ('trained', model)):
+        rows[case] = figures = finish(net.eval(), data, c, device, None)
         words = [f'{figures[name]:#.3g} {("FAIL", "PASS")[passes(name, figures[name])]}'
                  for name in CRITERIA]
         print(f'{case:14}' + ''.join(f'{word:>17}' for word in words))
