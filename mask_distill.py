@@ -414,7 +414,7 @@ class GPT2(nn.Module):
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
         for name, p in self.named_parameters():
-            if name.endswith('.weight') and p.dim() == 2:  # the others, and what you add, stay
+            if name.endswith('.weight') and p.dim() == 2:  # what else there is stays as made
                 # a generator for each, so that models start alike
                 generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
