@@ -31,7 +31,7 @@ cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of on
 
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-741 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-740 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -527,8 +527,7 @@ UNIT = 'tokens'       # what c.units_per_step counts
 LOGITS = 2 ** 25      # of a distribution, held at once: 128 MB in float32
 
 def make_model(c, data):
-    """A teacher to be or, in stage 2, the teacher with masks, on the CPU. Its config has what data
-    and teacher decide; without data, c has that already."""
+    """A teacher to be or, in stage 2, the teacher with masks; its config has what data decide."""
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size))
     if not data:
