@@ -6,8 +6,7 @@
 
 The report (Optimizing Attention Mechanisms in Transformer Models; no author is named) replaces the
 causal mask of GPT-2, the teacher, by a linear combination of candidate masks, and trains this
-student to give its teacher's distributions. It names five criteria of success and measures none:
-this script does the same with any masks, and measures all five.
+student to give its teacher's distributions. It names five criteria; here they are measured, too.
 
     the report     what                                                  function
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, coefficients
@@ -16,9 +15,8 @@ this script does the same with any masks, and measures all five.
     [MA Sec. 2.4]  accuracy, attention MSE, gradient cosine, KL          CRITERIA, fidelity
     [MA Sec. 2.4]  peak memory of attention, training step, inference    memory
 
-"A linear combination of masks" has three READINGS, and the text fits each somewhere. Under the
-default only ratios of the c_k count, so an L1 penalty drives every alpha to minus infinity, as the
-report saw; the budget acts on c / max c, which has no such way out.
+"A linear combination of masks" has three READINGS. Under the default only ratios of the c_k count,
+so L1 drives every alpha to minus infinity, as the report saw; a budget acts on c / max c instead.
 
     python mask_distill.py                                  # train: 3-4 minutes on a CPU
     python mask_distill.py sample --prompt "def main("      # teacher and student, side by side
@@ -28,18 +26,23 @@ report saw; the budget acts on c / max c, which has no such way out.
     python mask_distill.py scaling --lengths 1024,4096      # memory and time of attention
     python mask_distill.py --preset report004               # the report's experiment
 
-The first one ends with 48 % of the pairs at 1.005 of the teacher's accuracy, KL 0.0102, gradient
+The first ends with 48 % of the pairs at 1.005 of the teacher's accuracy, KL 0.0102, gradient
 cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of one CPU thread).
 
+<<<<<<< HEAD
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained on the spot; stage 2 is the
 student. Where the report is silent the code says [choice].
 Lines 1-758 are the report: method, configuration, model, data, training. What follows is tools.
+=======
+Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
+Where the report is silent the code says [choice].
+Lines 1-740 are the report: method, configuration, model, data, training. What follows is tools.
+>>>>>>> 78a6662ed86ebdd97839f9e8aebbe1c7bef1ccae
 """
 import argparse
 import ast
 import copy
 import csv
-import itertools
 import json
 import linecache
 import math
@@ -106,37 +109,31 @@ def candidates(masks):
 
 def extent(masks):
     """Where windows and offsets end, at least 1, and how many first tokens are kept besides."""
-    ends, firsts = [1], [0]
-    for kind, n in candidates(masks):
-        if kind in ('window', 'offset'):
-            ends.append(n + (kind == 'offset'))
-        if kind in ('first', 'sinks'):
-            firsts.append(n)
-    return max(ends), max(firsts)
+    def largest(*kinds):
+        return max([n for kind, n in candidates(masks) if kind in kinds], default=0)
+
+    return max(largest('window'), largest('offset') + 1), largest('first', 'sinks')
 
 def bounded(masks):
     """Are they windows, offsets and first tokens alone, which blocks and a small cache can hold?"""
     return {kind for kind, _ in candidates(masks)} <= {'window', 'offset', 'first', 'sinks'}
 
-CLOSED = 1e-3  # [choice] a mask with less than this share of its head's largest c is closed
-
 def coefficients(alpha):
-    """log sigmoid(alpha), (nh or 1, K); -inf for masks that are closed.  [MA Sec. 3]"""
+    """log sigmoid(alpha), (nh or 1, K). [choice] A mask with less than a thousandth of its head's
+    largest coefficient is closed: -inf.  [MA Sec. 3]"""
     log_c = F.logsigmoid(alpha)
-    return log_c.masked_fill(log_c < log_c.amax(1, keepdim=True) + math.log(CLOSED), -math.inf)
+    return log_c.masked_fill(log_c < log_c.amax(1, keepdim=True) + math.log(1e-3), -math.inf)
 
 def own_token(masks, log_c):
     """c / max c (nh, K + 1). [choice] So that no row is empty, a token may attend to itself: where
     no open mask surely holds that, one more does, with the largest coefficient."""
     relative = (log_c - log_c.amax(1, keepdim=True)).exp()                  # (nh, K)
-    late = 10 ** 9  # past all that are first tokens
-    sure = [bool(KINDS[kind](late, late, n, 1)) for kind, n in candidates(masks)]
+    sure = [KINDS[kind](10**9, 10**9, n, 1) for kind, n in candidates(masks)]  # of late tokens
     own = relative[:, sure].sum(1, keepdim=True) == 0                       # (nh, 1)
-    return torch.cat([relative, own.to(relative.dtype)], 1)
+    return torch.cat([relative, own], 1)
 
 def hold(masks, i, j):
-    """Do the masks, and last the own token's, hold the pairs of queries i (..., Tq) and keys
-    j (..., T)? -> (K + 1, ..., Tq, T)."""
+    """Which masks, last the own token's, hold i (..., Tq), j (..., T)? -> (K + 1, ..., Tq, T)."""
     i, j = i[..., None], j[..., None, :]
     reach, _ = extent(masks)
     return torch.stack([KINDS[kind](i, j, n, reach) & (0 <= j) & (j <= i)
@@ -151,7 +148,7 @@ def safe_log(w):
     return w.clamp_min(torch.finfo(w.dtype).tiny).log().masked_fill(w == 0, -math.inf)
 
 def each_softmax(S, M, c):
-    """sum_k c_k softmax(S on M_k): for single tokens, no softmax is left; no tokens, nothing."""
+    """sum_k c_k softmax(S on M_k), where a mask without tokens adds nothing."""
     total = 0.0
     for m, c_k in zip(M, c.T):
         p = F.softmax(S.masked_fill(~m, torch.finfo(S.dtype).min), -1) * m
@@ -169,13 +166,13 @@ READINGS = {
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (B, nh, Tq, hs), k (B, nh, T, hs) at positions i, j (default 0, 1, ...) -> (B, nh, Tq, T).
-    log_c (nh or 1, K), the logarithms of the masks' coefficients, is zeros by default."""
+    log_c (nh or 1, K): logarithms of the masks' coefficients, by default 0."""
     i = torch.arange(q.size(2), device=q.device) if i is None else i
     j = torch.arange(k.size(2), device=q.device) if j is None else j
     log_c = torch.zeros(1, len(candidates(masks)), device=q.device) if log_c is None else log_c
     S = (q / math.sqrt(q.size(-1))) @ k.mT                                  # (B, nh, Tq, T)
     causal = i[..., None] >= j[..., None, :]
-    if masks == 'all' and reading == 'renormalised':  # plain attention, whatever its coefficient
+    if masks == 'all' and reading == 'renormalised':  # plain attention
         return F.softmax(S.masked_fill(~causal, -math.inf), dim=-1)
     largest = log_c.amax(1, keepdim=True).exp()
     return READINGS[reading](S, hold(masks, i, j), own_token(masks, log_c), largest, causal)
@@ -195,7 +192,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     i = torch.arange(n * b, device=q.device).view(n, b)
     near = torch.arange(1 - reach, b, device=q.device) + i[:, :1]           # (n, b + reach - 1)
     far = torch.arange(first, device=q.device).repeat(n, 1)
-    far = far.masked_fill(far >= near[:, :1], -1)  # nowhere: among the near ones, or to come
+    far = far.masked_fill(far >= near[:, :1], -1)  # nowhere: it is among the near ones
 
     def keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + reach - 1 + first, hs)
         near = F.pad(t, (0, 0, reach - 1, end)).unfold(2, b + reach - 1, b).mT
@@ -206,8 +203,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     return (p.to(v.dtype) @ keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def expected_pairs(chances, masks, T):
-    """Share of the causal pairs of T tokens that at least one mask keeps, if each is there with
-    these chances (nh, K + 1), mean over the heads."""
+    """Share of T tokens' causal pairs in any mask, if each is there with its chance (nh, K + 1)."""
     i = torch.arange(T, device=chances.device)
     lost = 1.0
     for chance, m in zip(chances.T, hold(masks, i, i)):
@@ -215,12 +211,11 @@ def expected_pairs(chances, masks, T):
     return (1 - lost).sum() / (len(chances) * T * (T + 1) / 2)
 
 def penalty(alphas, c):
-    """L1, the sum of the coefficients, from the alphas of each layer (nh or 1, K), and what the
+    """L1, the sum of the coefficients of every layer's alpha (nh or 1, K), and by how much the
     expected pairs, with chances c / max c, are over the budget.  [MA Sec. 2.5]"""
-    total = 0.0
-    for alpha in alphas:
-        total = total + c.l1 * alpha.sigmoid().mean(0).sum()
-        if c.budget:
+    total = c.l1 * sum(alpha.sigmoid().mean(0).sum() for alpha in alphas)
+    if c.budget:
+        for alpha in alphas:
             chances = own_token(c.masks, F.logsigmoid(alpha))
             excess = expected_pairs(chances, c.masks, c.block_size) - c.budget
             total = total + c.budget_weight * F.relu(excess - 1e-6) / len(alphas)
@@ -308,10 +303,6 @@ class Config:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
 
     @property
-    def how(self):
-        return 'blocked' if self.reading == 'renormalised' and bounded(self.masks) else 'dense'
-
-    @property
     def variant(self):
         masks = self.masks.replace(':', '').replace('+', '-')
         return 'teacher' if self.stage == 'teacher' else f'{masks}-{self.reading}-{self.learn}'
@@ -354,17 +345,17 @@ class Conv1D(nn.Module):
     def __init__(self, n_in, n_out):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_in, n_out))
-        self.bias = nn.Parameter(torch.empty(n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out))
 
     def forward(self, x):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's; a student has masks and alpha besides. `how`: sdpa, dense or blocked."""
+    """GPT-2's, by PyTorch's fused kernel; a student has masks and alpha instead."""
     def __init__(self, c):
         super().__init__()
         self.n_head = c.n_head
-        self.masks, self.how, self.reading = 'all', 'sdpa', 'renormalised'
+        self.fused, self.masks, self.reading = True, 'all', 'renormalised'
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
         self.register_parameter('alpha', None)
@@ -373,10 +364,11 @@ class SelfAttention(nn.Module):
         """q, k, v (B, nh, T, hs), positions i of queries and j of keys -> (B, nh, Tq, hs)."""
         log_c = None if self.alpha is None else coefficients(self.alpha)
         if watch is not None:
-            watch.append(attention_weights(q, k, self.masks, log_c, self.reading, i, j))
-        if self.how == 'sdpa' and len(i) in (1, len(j)):
+            with torch.no_grad():
+                watch.append(attention_weights(q, k, self.masks, log_c, self.reading, i, j))
+        if self.fused and len(i) in (1, len(j)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=len(i) > 1)
-        if self.how == 'blocked' and len(i) == len(j):
+        if self.reading == 'renormalised' and bounded(self.masks) and len(i) == len(j):
             return blocked_attention(q, k, v, self.masks, log_c)
         return dense_attention(q, k, v, self.masks, log_c, self.reading, i, j)
 
@@ -427,11 +419,10 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
-        for name, p in self.named_parameters():  # a generator for each, so that models start alike
-            generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
-            if name.endswith('.bias'):
-                nn.init.zeros_(p)
-            elif name.endswith('.weight') and p.dim() == 2:  # gains, and what you add, stay as made
+        for name, p in self.named_parameters():
+            if name.endswith('.weight') and p.dim() == 2:  # what else there is stays as made
+                # a generator for each, so that models start alike
+                generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
                 nn.init.normal_(p, 0.0, std, generator=generator)
 
@@ -450,8 +441,8 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0):
-        """idx (B, T) -> (B, T + max_new_tokens), and the bytes of the cache at the end. [choice]
-        Nothing cached can move: where positions are used up, the last half is encoded afresh."""
+        """idx (B, T) -> (B, T + max_new_tokens), and the cache's bytes at the end. [choice] What is
+        cached cannot move: when positions are used up, the last half is encoded afresh."""
         positions = len(self.wpe.weight)
         new, cache = idx[:, -positions:], [{} for _ in self.h]
         for _ in range(max_new_tokens):
@@ -465,15 +456,14 @@ class GPT2(nn.Module):
         return idx, sum(layer['k'].nbytes + layer['v'].nbytes for layer in cache)
 
 def substitute(teacher, c):
-    """The teacher with a copy of its attention, which has masks and alphas of 0; what --learn does
-    not name is frozen."""
+    """The teacher, but with a copy of its attention, with masks. Only what --learn says trains."""
     shared = {id(p): p for name, p in teacher.named_parameters() if '.attn.' not in name}
     model = copy.deepcopy(teacher, shared)
     model.config = c
     shape = teacher.config.n_head if c.per_head else 1, len(candidates(c.masks))
-    for attn in [block.attn for block in model.h]:
-        attn.masks, attn.how, attn.reading = c.masks, c.how, c.reading
-        attn.alpha = nn.Parameter(torch.zeros(shape, device=teacher.wte.weight.device))
+    for block in model.h:
+        block.attn.fused, block.attn.masks, block.attn.reading = False, c.masks, c.reading
+        block.attn.alpha = nn.Parameter(torch.zeros(shape, device=teacher.wte.weight.device))
     trained = '.attn.' if c.learn == 'attention' else '.alpha'
     for name, p in model.named_parameters():
         p.requires_grad_(trained in name)
@@ -481,7 +471,7 @@ def substitute(teacher, c):
 
 # ------------------------------------ data ------------------------------------
 def read_text(c):
-    """Two texts: to train on, and every tenth file or the last tenth of one to validate on."""
+    """Text to train on, and text to validate on: every tenth file, or the last tenth of one."""
     if c.data == 'builtin':
         files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
         texts = [file.read_text('utf-8', errors='replace') for file in files]
@@ -503,10 +493,9 @@ def get_tokenizer(name):
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
 def load_data(c):
-    """train and val (uint16 tokens), where windows to validate on and to train on start (pool;
-    empty: anywhere), and in stage 2 the teacher that c.init names."""
-    folder = Path('data', c.data)
-    tokenizer = c.tokenizer
+    """train and val (uint16 tokens), where windows to validate on start, and those to train on
+    (pool; empty: anywhere), and in stage 2 the teacher that c.init names."""
+    folder, tokenizer = Path('data', c.data), c.tokenizer
     if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         tokenizer = json.loads((folder / 'meta.json').read_text('utf-8'))['tokenizer']
         train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
@@ -514,22 +503,20 @@ def load_data(c):
         encode = get_tokenizer(tokenizer).encode_ordinary
         train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
     V = dict(bytes=256, gpt2=50257)[tokenizer]
-    if 0 < c.vocab_size < V:
-        fail(f'--vocab-size {c.vocab_size}: {tokenizer} has {V} tokens')
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
     starts = np.linspace(0, len(val) - c.block_size - 1, c.eval_rows).astype(np.int64)
-    pool = stream('samples', c.seed).integers(len(train) - c.block_size, size=c.samples)
     data = SimpleNamespace(
         train=train, val=val, tokenizer=tokenizer, vocab_size=V, val_starts=np.unique(starts),
-        pool=pool, teacher=None, about=f'{c.data}, {len(train):,} tokens ({tokenizer})')
+        pool=stream('samples', c.seed).integers(len(train) - c.block_size, size=c.samples),
+        teacher=None, about=f'{c.data}, {len(train):,} tokens ({tokenizer})')
     if c.stage == 'student':
         data.teacher = load_teacher(c.init)
         data.about += f'\nteacher {c.init}'
         t = data.teacher.config
         if t.vocab_size // 1000 != V // 1000 or t.block_size < c.block_size:
-            fail(f'--init {c.init} has {t.vocab_size} tokens, {t.block_size} positions: it does '
-                 f'not fit {V} tokens in windows of --block-size {c.block_size}')
+            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions, the '
+                 f'data {V} and --block-size {c.block_size}')
     return data
 
 def windows(tokens, starts, c, device):
@@ -539,15 +526,14 @@ def windows(tokens, starts, c, device):
     return x[:, :-1], x[:, 1:]
 
 # ------------------------------------ training ------------------------------------
-# The loop below runs twice: stage 1 trains a teacher, where there is none; stage 2, a student.
 METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
 BETTER = min          # the less the better
 RESULTS = ['kl', 'accuracy', 'mse', 'cosine', 'kept']  # what `compare` tables
 UNIT = 'tokens'       # what c.units_per_step counts
+LOGITS = 2 ** 25      # of a distribution, held at once: 128 MB in float32
 
 def make_model(c, data):
-    """A teacher to be or, in stage 2, the teacher with masks, on the CPU. Its config has what data
-    and teacher decide; without data, c has that already."""
+    """A teacher to be or, in stage 2, the teacher with masks; its config has what data decide."""
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size))
     if not data:
@@ -568,19 +554,16 @@ def make_optimizer(model, c):
 
 def get_batch(data, c, step, micro, device):
     """This process's rows of micro-batch `micro`, from seed and step alone, and the teacher."""
-    last = len(data.train) - c.block_size
-    size = (c.grad_accum_steps, c.batch_size)
-    starts = stream('batch', c.seed, step).integers(len(data.pool) or last, size=size)
+    n = c.samples or len(data.train) - c.block_size
+    starts = stream('batch', c.seed, step).integers(n, size=(c.grad_accum_steps, c.batch_size))
     if c.samples:
-        starts = data.pool[starts]  # drawn with replacement
+        starts = data.pool[starts]
     x, y = windows(data.train, starts[micro, RANK::WORLD], c, device)
     return x, y, data.teacher and data.teacher.to(device)
 
-LOGITS = 2 ** 25  # of a distribution, held at once: 128 MB in float32
-
 def token_kl(x, y, weight):
     """KL(teacher || student), nats, of features y and x (B, T, C), with the same output weights
-    (V, C) -> (B T,). Logits are forgotten, and made again in the backward pass.  [MA Sec. 2.1]"""
+    (V, C) -> (B T,). The backward pass makes the logits again.  [MA Sec. 2.1]"""
     def chunk(x, y):  # GPT-2's logits are near -100, where bfloat16 knows halves: a KL of 5e-3
         with torch.autocast(x.device.type, enabled=False):
             p = F.log_softmax(F.linear(y.float(), weight.float()), dim=-1)  # (rows, V)
@@ -592,8 +575,8 @@ def token_kl(x, y, weight):
     return torch.cat([checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces])
 
 def text_loss(model, x, y, teacher):
-    """Nats per token, mean over x (B, T), where the report's sum would grow with the text: stage 1,
-    without a teacher, cross-entropy with y (B, T); stage 2, KL."""
+    """Nats per token of x (B, T), a mean where the report has a sum: without a teacher, in stage 1,
+    cross-entropy with y (B, T); in stage 2, KL."""
     if teacher is None:
         return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
     with torch.no_grad():
@@ -760,25 +743,20 @@ def train(c, folder=None):
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
 
 def read_header(path):
-    """A safetensors file -> (where its tensors begin, metadata, {name: dtype, shape and place}).
-    Eight bytes hold the length of that json header."""
-    with open(path, 'rb') as file:
-        n = int.from_bytes(file.read(8), 'little')
-        if n > os.path.getsize(path):
-            raise ValueError(f'a header of {n:,} bytes')
-        entries = json.loads(file.read(n))
-    return 8 + n, entries.pop('__metadata__', {}), entries
+    """A safetensors file -> its json header, whose length is in 8 bytes, and the bytes after it."""
+    file = np.memmap(path, np.uint8, 'r')
+    n = int.from_bytes(file[:8].tobytes(), 'little')
+    return json.loads(file[8:8 + n].tobytes()), file[8 + n:]
 
 def read_safetensors(path):
     """A safetensors file -> {name: tensor}."""
-    start, _, entries = read_header(path)
-    data = torch.from_numpy(np.fromfile(path, np.uint8, offset=start))  # a copy, so it is aligned
+    header, data = read_header(path)
+    data = torch.from_numpy(np.array(data))  # a copy, so it is aligned
+    header.pop('__metadata__', None)
     tensors = {}
-    for name, entry in entries.items():
+    for name, entry in header.items():
         begin, end = entry['data_offsets']
         tensors[name] = data[begin:end].view(DTYPES[entry['dtype']]).view(entry['shape'])
-    if sum(tensor.nbytes for tensor in tensors.values()) != len(data):
-        raise ValueError('longer or shorter than its header says')
     return tensors
 
 def load_gpt2(path):
@@ -789,15 +767,15 @@ def load_gpt2(path):
         state = {key.removeprefix('transformer.'): tensor.float()
                  for key, tensor in read_safetensors(path).items() if not key.endswith(dropped)}
         V, C = state['wte.weight'].shape
-        n_head = int(read_header(path)[1].get('n_head', C // 64))
+        n_head = int(read_header(path)[0].get('__metadata__', {}).get('n_head', C // 64))
         if not n_head or C % n_head:
             raise ValueError(f'{C} channels, {n_head} heads: its metadata should say n_head')
-        n_layer = len({key.split('.')[1] for key in state if key.startswith('h.')})
-        model = GPT2(Config(n_layer=n_layer, n_head=n_head, n_embd=C, vocab_size=V,
+        model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V,
+                            n_layer=sum(key.endswith('.ln_1.weight') for key in state),
                             block_size=len(state['wpe.weight'])))
         model.load_state_dict(state)
         return model
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # a damaged file raises half a dozen kinds
         fail(f'{path} is no GPT-2 in safetensors: {" ".join(str(error).split())[:200]}')
 
 def load_teacher(path):
@@ -823,15 +801,18 @@ def passes(name, value):
     least = name in ('accuracy', 'cosine')
     return value >= CRITERIA[name] if least else value <= CRITERIA[name]
 
-def attention_gradient(model, x, y):
-    """Gradient of the summed cross-entropy for all of the attention's weights, frozen ones too, as
-    one vector."""
+@torch.enable_grad()
+def look(model, x, y):
+    """Log-probabilities (N, V) at the N targets y that are not -1, every layer's attention weights
+    (B, nh, T, T), and the gradient of the summed cross-entropy for all weights of the attention."""
     params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
               if '.attn.c_' in name}
-    with torch.enable_grad():
-        logits = torch.func.functional_call(model, params, x).float().flatten(0, 1)
-        loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction='sum')
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(params.values()))])
+    maps = []
+    logits = torch.func.functional_call(model, params, x, dict(watch=maps))
+    logs = F.log_softmax(logits.float(), dim=-1)[y >= 0]
+    loss = F.nll_loss(logs, y[y >= 0], reduction='sum')
+    gradient = torch.autograd.grad(loss, list(params.values()))
+    return logs.detach(), maps, torch.cat([g.flatten() for g in gradient])
 
 @torch.no_grad()
 def fidelity(model, teacher, batches):
@@ -841,17 +822,13 @@ def fidelity(model, teacher, batches):
     sums = {}
     for x, y in batches:
         real = y >= 0                                                       # (B, T)
-        logs, maps, gradients = [], [], []
-        for net in (teacher, model):
-            maps.append([])                                                 # (B, nh, T, T) each
-            logs.append(F.log_softmax(net(x, watch=maps[-1]).float(), dim=-1)[real])  # (N, V)
-            gradients.append(attention_gradient(net, x, y))
-        p, q = logs
         target = y[real]                                                    # (N,)
-        gaps = torch.stack([(a - b).float().transpose(1, 2)[real] for a, b in zip(*maps)])
+        p, P, g = look(teacher, x, y)
+        q, Q, h = look(model, x, y)
+        gaps = torch.stack([(a - b).float().transpose(1, 2)[real] for a, b in zip(P, Q)])
         figures = dict(  # gaps (layers, N, nh, T)
             tokens=len(target), pairs=(real.nonzero()[:, 1] + 1).sum(), squares=gaps.square().sum(),
-            tv=gaps.abs().sum() / 2, kl=(p.exp() * (p - q)).sum(), gradients=torch.stack(gradients),
+            tv=gaps.abs().sum() / 2, kl=(p.exp() * (p - q)).sum(), gradients=torch.stack([g, h]),
             log_ppl=(p - q).gather(1, target[:, None]).sum(),
             teacher=(p.argmax(-1) == target).sum(), student=(q.argmax(-1) == target).sum())
         for name, value in figures.items():
@@ -914,7 +891,7 @@ def peak(f, device):
         profile.export_chrome_trace(f'{folder}/trace.json')
         events = json.loads(Path(folder, 'trace.json').read_text())['traceEvents']
     events = sorted((e['ts'], e['args']['Bytes']) for e in events if e['name'] == '[memory]')
-    return max(itertools.accumulate(size for _, size in events))
+    return max(np.cumsum([size for _, size in events]))
 
 def memory(c, T, device):
     """Peak bytes for one sequence of T tokens, float32, of attention alone and of a whole model
@@ -939,11 +916,10 @@ def memory(c, T, device):
 
     timer = Timer('f()', globals=dict(f=alone), num_threads=torch.get_num_threads())
     rows = {}
-    for way, masks, how, reading in (('eager', 'all', 'dense', 'renormalised'),
-                                     ('sdpa', 'all', 'sdpa', 'renormalised'),
-                                     ('masks', c.masks, c.how, c.reading)):
+    for way, masks, reading in (('eager', 'all', 'renormalised'), ('sdpa', 'all', 'renormalised'),
+                                ('masks', c.masks, c.reading)):
         for block in model.h:
-            block.attn.masks, block.attn.how, block.attn.reading = masks, how, reading
+            block.attn.fused, block.attn.masks, block.attn.reading = way == 'sdpa', masks, reading
         rows[way] = {'attention, MiB': peak(alone, device) / 2**20,
                      'training step, MiB': (peak(step, device) + held) / 2**20,
                      'inference, MiB': (peak(infer, device) + held) / 2**20,
@@ -990,10 +966,10 @@ def report(c, model, log):
     device, _ = pick_device(c)
     data = load_data(c)
     untrained = substitute(data.teacher.to(device), model.config)
-    rows = {case: finish(net.eval(), data, c, device, None)
-            for case, net in (('mask only', untrained), ('trained', model))}
+    rows = {}
     print('the report wants' + ''.join(f'{name:>9} {x:<7g}' for name, x in CRITERIA.items()))
-    for case, figures in rows.items():
+    for case, net in (('mask only', untrained), ('trained', model)):
+        rows[case] = figures = finish(net.eval(), data, c, device, None)
         words = [f'{figures[name]:#.3g} {("FAIL", "PASS")[passes(name, figures[name])]}'
                  for name in CRITERIA]
         print(f'{case:14}' + ''.join(f'{word:>17}' for word in words))

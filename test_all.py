@@ -1622,148 +1622,112 @@ def test_detr_facts_of_the_paper():
 # ------------------------------------ mask_distill.py ------------------------------------
 MASKS = ['all', 'last5', 'windows', 'first-all', 'window:3', 'window:3+sinks:2', 'sinks:2',
          'first:3', 'offset:2', 'offset:1+first:2', 'window:2+window:5+sinks:1']
+DENSE, BLOCKED = mask.dense_attention, mask.blocked_attention
 
 def mask_config(**settings):
     small = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=40, masks='window:4')
     return mask.Config(**{**small, **settings})
 
-def mask_teacher(**settings):
-    """A GPT2 whose attention is far from uniform, frozen."""
-    net = mask.GPT2(mask_config(**settings))
-    with torch.no_grad():
-        for name, p in net.named_parameters():
-            if p.dim() > 1:
-                p.mul_(30 if 'c_attn' in name else 5)
-    return net.requires_grad_(False)
-
 def mask_data(c, teacher=None):
     """What load_data gives, without files."""
     tokens = (np.arange(4000) ** 2 // 7 % 40).astype(np.uint16)
-    return mask.SimpleNamespace(train=tokens, val=tokens[:900], tokenizer='bytes', vocab_size=40,
-                                teacher=teacher, pool=np.arange(c.samples) * 7, about='',
+    return mask.SimpleNamespace(train=tokens, val=tokens[:900], tokenizer='bytes', teacher=teacher,
+                                pool=np.arange(c.samples) * 7,
                                 val_starts=np.linspace(0, 800, c.eval_rows).astype(np.int64))
 
-def mask_holds(masks, i, j):
-    """Which candidates hold the pair i, j <= i, by the words of the grammar -> list of bool."""
-    names = {'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4', 'first-all': 'first:1+all',
-             'windows': 'window:5+window:10+first:5'}
+def mask_matrices(masks, T):
+    """Which pairs the candidates hold, by the words of the grammar -> (K, T, T) of 0 and 1."""
+    names = {'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4', 'first-all': 'first:1+all:0',
+             'windows': 'window:5+window:10+first:5', 'all': 'all:0'}  # the report's three
     terms = [term.split(':') for term in names.get(masks, masks).split('+')]
-    ends = [int(t[1]) + (t[0] == 'offset') for t in terms if t[0] in ('window', 'offset')]
-    holds = {'all': lambda n: True, 'window': lambda n: i - j < n, 'offset': lambda n: i - j == n,
-             'first': lambda n: j < n, 'sinks': lambda n: j < n and i - j >= max(ends, default=1)}
-    return [holds[t[0]](int(t[-1]) if len(t) == 2 else 0) for t in terms]
+    ends = [int(n) + (kind == 'offset') for kind, n in terms if kind in ('window', 'offset')]
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    holds = {'all': lambda n: i >= j, 'window': lambda n: i - j < n, 'offset': lambda n: i - j == n,
+             'first': lambda n: j < n, 'sinks': lambda n: (j < n) & (i - j >= max(ends, default=1))}
+    return torch.stack([(holds[kind](int(n)) & (i >= j)).double() for kind, n in terms])
 
 def mask_slowly(reading, q, k, v, masks, c):
-    """The three readings, one query at a time; c (nh, K) -> (B, nh, T, hs)."""
-    out = torch.zeros_like(q)
-    K = c.size(1)
-    sure = any(all(mask_holds(masks, x, x)[m] for x in range(9)) for m in range(K))
-    for b, h, i in itertools.product(*map(range, q.shape[:3])):
-        e = (k[b, h, :i + 1] @ q[b, h, i] / math.sqrt(q.size(3))).exp()
-        M = torch.tensor([mask_holds(masks, i, j) for j in range(i + 1)]).double().T    # (K, i + 1)
-        cs = c[h]
-        if not sure:  # the own token, where no mask surely holds it
-            cs, M = torch.cat([cs, cs.amax(0, True)]), torch.cat([M, torch.eye(i + 1)[-1:]])
-        if reading == 'renormalised':
-            p = cs @ M * e / (cs @ M * e).sum()
-        elif reading == 'unnormalised':
-            p = cs @ M * e / e.sum()
-        else:
-            p = sum(x * m * e / (m * e).sum() for x, m in zip(cs, M) if m.any())
-        out[b, h, i] = p @ v[b, h, :i + 1]
-    return out
+    """The three readings by their formulas; c (nh, K) -> (B, nh, T, hs)."""
+    M = mask_matrices(masks, q.size(2))
+    if not any(m.diagonal().all() for m in M):  # the own token, where no mask surely holds it
+        M, c = torch.cat([M, torch.eye(12)[None]]), torch.cat([c, c.amax(1, True)], 1)
+    e = (q @ k.mT / math.sqrt(q.size(3))).exp().tril()[:, :, None]          # (B, nh, 1, T, T)
+    parts = c[:, :, None, None] * M * e                                     # (B, nh, K, T, T)
+    total = dict(renormalised=parts.sum(2, True), unnormalised=e, separate=M * e)[reading]
+    return (parts / total.sum(-1, True).clamp_min(1e-99)).sum(2) @ v
 
 def test_mask_reference():
-    q, k, v = qkv(1, 2, 7, 3)
+    q, k, v = qkv(1, 2, 12, 3)
     for masks, reading in itertools.product(MASKS, mask.READINGS):
-        K = len(mask.candidates(masks))
+        K = len(mask_matrices(masks, 1))
         alpha = torch.linspace(-2, 1.5, 2 * K, dtype=torch.float64).view(2, K)
         want = mask_slowly(reading, q, k, v, masks, alpha.sigmoid())
         log_c = mask.coefficients(alpha)
-        close(mask.dense_attention(q, k, v, masks, log_c, reading), want, 1e-12)
+        close(DENSE(q, k, v, masks, log_c, reading), want, 1e-12)
         if reading == 'renormalised' and mask.bounded(masks):
             for block in (0, 1, 2, 5, 16):
-                close(mask.blocked_attention(q, k, v, masks, log_c, block), want, 1e-12)
-
-def test_mask_gradcheck():
-    blocked = lambda q, k, v, masks, log_c, _: mask.blocked_attention(q, k, v, masks, log_c)
-    for reading, f in (('renormalised', mask.dense_attention), ('renormalised', blocked),
-                       ('unnormalised', mask.dense_attention), ('separate', mask.dense_attention)):
-        inputs = [t.requires_grad_() for t in qkv(1, 2, 5, 2)]
-        alpha = qkv(2, 3)[0].requires_grad_()
-        y = lambda q, k, v, alpha: f(q, k, v, 'windows', mask.coefficients(alpha), reading)
-        assert torch.autograd.gradcheck(y, (*inputs, alpha))
+                close(BLOCKED(q, k, v, masks, log_c, block), want, 1e-12)
+    inputs = [t.requires_grad_() for t in (*qkv(1, 2, 5, 2), qkv(2, 3)[0])]
+    for f, *reading in ((BLOCKED,), *itertools.product([DENSE], mask.READINGS)):
+        y = lambda q, k, v, alpha: f(q, k, v, 'windows', mask.coefficients(alpha), *reading)
+        assert torch.autograd.gradcheck(y, inputs)
 
 def test_mask_blocked_equals_dense():
-    """Any length, any mask, half precision, on a GPU where there is one."""
+    """Also on a GPU. The own token is always there: rows add up to 1, no NaN, also backward."""
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    for masks, T in (('window:64+sinks:4', 200), ('window:33', 129), ('offset:7+first:2', 37)):
-        log_c = mask.coefficients(qkv(3, len(mask.candidates(masks)))[0])
-        for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-6),
-                                 (torch.bfloat16, 3e-2), (torch.float16, 3e-3)):
-            inputs = [t.to(device) for t in qkv(2, 3, T, 8, dtype=dtype)]
-            y, z = [f(*inputs, masks, log_c.to(device))
-                    for f in (mask.dense_attention, mask.blocked_attention)]
-            assert y.dtype == z.dtype == dtype
-            close(y.double(), z.double(), tolerance)
-
-def test_mask_no_empty_row():
-    """The own token is always there: rows add up to 1, no NaN, forward or backward."""
-    both = mask.dense_attention, mask.blocked_attention
-    for masks, dtype in itertools.product(('offset:7', 'first:3', 'sinks:1', 'offset:3+offset:5'),
-                                          (torch.float32, torch.float16)):
-        q, k, v = [t.requires_grad_() for t in qkv(1, 2, 12, 4, dtype=dtype, scale=30.0)]
-        close(mask.attention_weights(q, k, masks).float().sum(-1), torch.ones(1, 2, 12), 1e-2)
-        for f in both:
-            y = f(q, k, v, masks)
-            assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (q, k, v)))
+    kinds = (torch.double, 1e-11), (torch.float, 2e-6), (torch.bfloat16, 3e-2), (torch.half, 3e-3)
+    cases = (('window:64+sinks:4', 200), ('window:33', 129), ('offset:7+first:2', 37),
+             ('offset:3+offset:5', 12), ('first:3', 12), ('sinks:1', 12))
+    for (masks, T), (dtype, tolerance) in itertools.product(cases, kinds):
+        log_c = mask.coefficients(qkv(3, len(mask.candidates(masks)))[0]).to(device)
+        q, k, v = [t.to(device).requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype)]
+        y, z = [f(q, k, v, masks, log_c) for f in (DENSE, BLOCKED)]
+        assert y.dtype == z.dtype == dtype
+        close(y.double(), z.double(), tolerance)
+        close(mask.attention_weights(q, k, masks, log_c).double().sum(-1), 1.0, tolerance)
+        assert all(g.isfinite().all() for g in torch.autograd.grad((y + z).sum(), (q, k, v)))
     q, k, v = qkv(1, 2, 12, 4)
     closed = mask.coefficients(torch.tensor([[-20.0, 3.0]]))  # the window of `window:3+first:1`
     far = torch.tensor([[-200.1, -200.5, -201.0]])  # c below what float32 has
-    for f in both:
+    for f in (DENSE, BLOCKED):
         close(f(q, k, v, 'window:3+first:1', closed), f(q, k, v, 'first:1'), 1e-6)
         close(f(q, k, v, 'windows', far), f(q, k, v, 'windows', far + 200), 1e-5)
 
 def test_mask_kept_pairs():
     """0.460 of the pairs at 256 tokens for window:64+sinks:4, none twice; 0.039 for last5."""
     masks = 'window:64+sinks:4'
-    held = [mask_holds(masks, i, j) for i in range(256) for j in range(i + 1)]
-    assert all(sum(row) < 2 for row in held)
-    window, sinks = [sum(column) / len(held) for column in zip(*held)]
+    M = mask_matrices(masks, 256)
+    assert M.sum(0).max() == 1
+    window, sinks = M.sum((1, 2)) / (256 * 257 / 2)
     half_closed = torch.tensor([[0.0, -20.0], [0.0, 0.0]])
     for alpha, masks, T, want in ((torch.zeros(1, 2), masks, 256, window + sinks),
                                   (half_closed, masks, 256, window + sinks / 2),
                                   (torch.zeros(1, 5), 'last5', 256, 1270 / 32896),
                                   (torch.zeros(1, 1), 'offset:1', 16, 31 / 136)):
-        assert abs(mask.kept_pairs([alpha] * 3, masks, T) - want) < 1e-6, masks
+        close(mask.kept_pairs([alpha] * 3, masks, T), want, 1e-6)
 
 def test_mask_l1_and_budget():
     """L1 pulls at the common scale of the coefficients, the budget does not."""
-    alphas = [torch.tensor([[0.3, -1.0, 2.0]], requires_grad=True) for _ in range(2)]
-    loss = mask.penalty(alphas, mask_config(masks='windows', l1=0.5))
-    close(loss, 2 * 0.5 * alphas[0].sigmoid().sum().item(), 1e-6)
-    loss = mask.penalty(alphas, mask_config(masks='windows', budget=0.3, budget_weight=3.0))
-    r = (alphas[0][0].sigmoid() / alphas[0].sigmoid().max()).tolist()
-    lost = [math.prod(1 - x * yes for x, yes in zip(r, mask_holds('windows', i, j)))
-            for i in range(16) for j in range(i + 1)]
-    kept = 1 - sum(lost) / len(lost)
+    def penalty(alpha, **settings):
+        return mask.penalty([alpha, alpha], mask_config(masks='windows', **settings))
+    alpha = torch.tensor([[0.3, -1.0, 2.0]], requires_grad=True)
+    c = alpha.sigmoid()[0]
+    close(penalty(alpha, l1=0.5), 2 * 0.5 * c.sum(), 1e-6)
+    lost = (1 - (c / c.max())[:, None, None] * mask_matrices('windows', 16)).prod(0)
+    kept = (1 - lost).sum().item() / 136
+    loss = penalty(alpha, budget=0.3, budget_weight=3.0)
     close(loss, 3 * (kept - 0.3), 1e-5)
-    g = torch.autograd.grad(loss, alphas)[0][0]
+    g = torch.autograd.grad(loss, alpha)[0][0]
     assert (g[:2] > 0).all() and g[2] < 0  # the others against the largest
-    close((g / (1 - alphas[0][0].sigmoid())).sum(), 0.0, 1e-6)  # d / d log c: no common pull
-    assert mask.penalty(alphas, mask_config(masks='windows', budget=kept + 1e-3)) == 0
-    c = mask_config(masks='windows', l1=0.5, budget=0.2)
-    heads = [torch.cat([a, a]) for a in alphas]  # alike: the same penalty
-    close(mask.penalty(heads, c), mask.penalty(alphas, c), 1e-6)
-
-# logits[1, -1, :4], their mean size, attentions[1, 0, 2, 23, :4], sum of squares: transformers
-MASK_GOLDEN = ([0.879413, 0.831994, -0.276339, -1.175988], 0.7578675150871277,
-               [0.003405, 1e-05, 2.9e-05, 1e-06], 181.0743408203125)
+    close((g / (1 - c)).sum(), 0.0, 1e-6)  # d / d log c: no common pull
+    assert penalty(alpha, budget=kept + 1e-3) == 0
+    both = dict(l1=0.5, budget=0.2)  # heads alike: the same penalty
+    close(penalty(alpha.repeat(2, 1), **both), penalty(alpha, **both), 1e-6)
 
 def mask_golden_model():
-    """Weights that anyone can make again from the names of the parameters."""
-    net = mask.GPT2(mask_config(n_head=3, n_embd=24, block_size=24, vocab_size=61)).double()
-    for key, p in net.state_dict().items():
+    """Weights that anyone can make again from the names of the parameters, frozen, and tokens."""
+    net = mask.GPT2(mask_config(n_head=3, n_embd=24, block_size=24, vocab_size=61))
+    for key, p in net.double().requires_grad_(False).named_parameters():
         w = np.random.RandomState(zlib.crc32(key.encode())).uniform(-1, 1, p.numel())
         if p.dim() > 1:
             w *= math.sqrt(3 / (p.numel() / len(p))) * (4 if 'c_attn' in key else 1)
@@ -1774,63 +1738,50 @@ def mask_golden_model():
 
 def test_mask_golden():
     """Logits and attention weights as transformers' GPT2LMHeadModel gives them."""
-    logits, size, weights, squares = MASK_GOLDEN
     net, idx = mask_golden_model()
     watch = []
     got = net(idx, watch=watch)
-    close(got[1, -1, :4], torch.tensor(logits), 1e-5)
-    close(got.abs().mean(), size, 1e-6)
-    close(torch.stack(watch)[1, 0, 2, 23, :4], torch.tensor(weights), 1e-6)
-    close(torch.stack(watch).square().sum(), squares, 1e-3)
+    close(got[1, -1, :4], torch.tensor([0.879413, 0.831994, -0.276339, -1.175988]), 1e-5)
+    weights = torch.stack(watch)  # (layers, B, nh, T, T)
+    close(weights[1, 0, 2, 23, :4], torch.tensor([0.003405, 1e-05, 2.9e-05, 1e-06]), 1e-6)
+    close(weights.square().sum(), 181.07434, 1e-3)
     for block in net.h:  # eager, as there, and the fused kernel agree
-        block.attn.how = 'dense'
+        block.attn.fused = False
     close(net(idx), got, 1e-12)
 
 def safetensors(tensors, n_head=None, pad=0):
     """Bytes of a safetensors file from {name: array}."""
     header, data = {'__metadata__': {'n_head': n_head}} if n_head else {}, b''
     for name, a in tensors.items():
-        places = [len(data), len(data) + a.nbytes]
+        header[name] = dict(dtype=f'F{8 * a.itemsize}', shape=list(a.shape),
+                            data_offsets=[len(data), len(data) + a.nbytes])
         data += a.tobytes()
-        dtype = {'float32': 'F32', 'float16': 'F16'}[a.dtype.name]
-        header[name] = dict(dtype=dtype, shape=list(a.shape), data_offsets=places)
     head = json.dumps(header).encode() + b' ' * pad
     return struct.pack('<Q', len(head)) + head + data
 
 def test_mask_safetensors():
-    """Headers of any length, so data at odd places; the hub's keys and those of transformers, sizes
-    from the file; what is damaged or no GPT-2 gets one line."""
-    arrays = {'c': np.array(3.25, '<f4'), 'a': np.arange(6, dtype='<f4'),
-              'b': np.array([[1.5], [-2]], '<f2')}
-    whole = safetensors(arrays)
+    """The hub's keys and those of transformers, headers of any length; one line for a bad file."""
     net, idx = mask_golden_model()
     state = {key: p.float().numpy() for key, p in net.state_dict().items()}
     hub = {**state, 'h.0.attn.bias': np.tril(np.ones((1, 1, 24, 24), '<f4'))}
-    prefixed = {'transformer.' + key: value for key, value in state.items()}
-    prefixed['lm_head.weight'] = state['wte.weight']
+    half = {'transformer.' + key: value.astype('<f2') for key, value in state.items()}
+    half['lm_head.weight'] = state['wte.weight']
+    whole = safetensors(hub, '3')
     opened = types.SimpleNamespace(main=lambda argv: mask.load_teacher(argv[0]))
     with folder() as path:
         file = path / 'x.safetensors'
-        for pad in range(8):
-            file.write_bytes(safetensors(arrays, '3', pad))
-            got = mask.read_safetensors(file)
-            assert all(np.array_equal(got[name].numpy(), a) for name, a in arrays.items())
-        for damaged in (whole[:-1], whole + b'\0', b'', whole[8:], b'PK\3\4' + bytes(60),
-                        struct.pack('<Q', 2**63) + whole[8:], struct.pack('<Q', 2) + b'[]',
-                        struct.pack('<Q', 2) + b'\xff\xfe', whole.replace(b'F16', b'F8 '),
-                        whole.replace(b'"shape": [6]', b'"shape": [7]'), whole):  # no GPT-2
-            file.write_bytes(damaged)
-            refuse([str(file)], file, script=opened)
-        for tensors in (hub, prefixed):
-            file.write_bytes(safetensors(tensors, '3'))
+        for pad, (tensors, bound) in itertools.product(range(8), ((hub, 1e-5), (half, 0.05))):
+            file.write_bytes(safetensors(tensors, '3', pad))
             got = mask.load_gpt2(file)
             c = got.config
             assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size) == (2, 3, 24, 24, 61)
-            close(got(idx), net(idx), 1e-5)
-        for drop, n_head, word in (('wte.weight', '3', 'wte'), ('', '5', 'n_head'),
-                                   ('h.1.mlp.c_fc.bias', '3', 'c_fc.bias'), ('', None, 'n_head')):
-            broken = {key: value for key, value in state.items() if key != drop}
-            file.write_bytes(safetensors(broken, n_head))
+            close(got(idx), net(idx), bound)
+        for word, damaged in (
+                ('', whole[:-1]), ('', b''), ('', whole[8:]), ('', struct.pack('<Q', 2) + b'[]'),
+                ('F8', whole.replace(b'"F32"', b'"F8" ')), ('wte', whole.replace(b'wte', b'wta')),
+                ('n_head', safetensors(state)), ('n_head', safetensors(state, '5')),
+                ('c_fc.bias', whole.replace(b'h.1.mlp.c_fc.bias', b'h.1.mlp.c_fc.tail'))):
+            file.write_bytes(damaged)
             refuse([str(file), word], file, script=opened)
     own = mask.load_gpt2(HERE / 'assets' / 'teacher.safetensors')
     assert sum(p.numel() for p in own.parameters()) == 858_880 and own.config.n_head == 4
@@ -1840,17 +1791,17 @@ def test_mask_substitute():
     generator = torch.Generator().manual_seed(zlib.crc32(b'1337 h.1.mlp.c_proj.weight'))
     want = torch.empty(64, 16).normal_(0.0, 0.02 / 2, generator=generator)
     assert torch.equal(mask.GPT2(mask_config()).h[1].mlp.c_proj.weight, want)
-    teacher = mask_teacher()
-    for learn, kinds in (('alphas', {'alpha'}), ('attention', {'alpha', 'weight', 'bias'})):
-        c = mask_config(masks='windows', learn=learn, per_head=learn == 'alphas', weight_decay=0.3,
-                        learning_rate=2e-3, alpha_lr=0.2)
+    teacher, _ = mask_golden_model()
+    rates = dict(weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2)
+    for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
+        c = mask_config(masks='windows', learn=learn, per_head=learn == 'alphas', **rates)
         model = mask.substitute(teacher, c)
-        trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        assert {name.split('.')[-1] for name in trained} == kinds
-        assert all('.attn.' in name for name in trained)
-        assert model.h[0].attn.alpha.shape == (2 if c.per_head else 1, 3)
+        attn = model.h[0].attn
+        assert attn.alpha.shape == (3 if c.per_head else 1, 3)
         assert model.wte.weight is teacher.wte.weight
-        assert model.h[0].attn.c_attn.weight is not teacher.h[0].attn.c_attn.weight
+        assert attn.c_attn.weight is not teacher.h[0].attn.c_attn.weight
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert {name.split('.')[3] for name in names} == trained
     assert teacher.h[0].attn.alpha is None and teacher.h[0].attn.masks == 'all'
     for stage, net in (('student', model), ('teacher', mask.GPT2(c))):
         names = {id(p): name for name, p in net.named_parameters() if p.requires_grad}
@@ -1869,9 +1820,8 @@ def test_mask_kl():
         with unittest.mock.patch.object(mask, 'LOGITS', limit):
             got = mask.token_kl(x, y, w[0])
             close(got, want, 1e-5)
-            for one, other in zip(*[torch.autograd.grad(t.mean(), (x, w), retain_graph=True)
-                                    for t in (got, want)]):
-                close(one, other, 1e-5)
+            for g in torch.autograd.grad((got - want).sum(), (x, w), retain_graph=True):
+                close(g, 0.0, 1e-5)
     x, w = torch.randn(1, 50, 32), torch.randn(500, 32)
     x[..., 0], w[:, 0] = 10, -10  # logits near -100, as GPT-2's are
     y = x + 0.01 * torch.randn(1, 50, 32)
@@ -1880,164 +1830,144 @@ def test_mask_kl():
         close(mask.token_kl(x, y, w) / want, torch.ones(50), 1e-3)
 
 def test_mask_cache():
-    """With a cache each token costs one step, and the student's has a constant size, but where the
-    reading divides by what the masks leave out, too."""
-    teacher = mask_teacher(block_size=40)
-    idx = torch.arange(3)[None].repeat(2, 1)
-    for masks, reading, kept in (('all', 'renormalised', 32), ('offset:3', 'renormalised', 3),
+    """The student's has a constant size, but where what masks leave out is divided by, too."""
+    teacher, idx = mask_golden_model()
+    for masks, reading, kept in (('all', 'renormalised', 20), ('offset:3', 'renormalised', 3),
                                  ('window:4+sinks:2', 'renormalised', 5),
-                                 ('last5', 'unnormalised', 32), ('windows', 'separate', 14)):
-        model = mask.substitute(teacher, mask_config(masks=masks, reading=reading)).eval()
-        out, size = model.generate(idx, 30, temperature=0)
+                                 ('last5', 'unnormalised', 20), ('windows', 'separate', 14)):
+        model = mask.substitute(teacher, mask_config(masks=masks, reading=reading))
+        out, size = model.generate(idx[:, :3], 18, temperature=0)
+        assert size == 2 * 2 * 2 * 24 * 8 * kept, (masks, reading, size)
         whole, cache = model(out), [{} for _ in model.h]
-        for t in range(33):  # every token by a pass over all before it
-            close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-4)
-            assert t < 3 or torch.equal(whole[:, t - 1].argmax(-1), out[:, t]), (masks, t)
-        assert size == 2 * 2 * 2 * 16 * 4 * kept, (masks, reading, size)
-    assert teacher.generate(idx, 60)[0].shape == (2, 63)  # positions begun afresh
+        assert torch.equal(whole[:, 2:-1].argmax(-1), out[:, 3:])
+        for t in range(21):  # every token by a pass over all before it
+            close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-9)
+    assert teacher.generate(idx[:, :3], 60)[0].shape == (2, 63)  # positions begun afresh
 
-def mask_figures(model, teacher, batches):
+def mask_figures(model, teacher, x, y):
     """fidelity once more, in the plainest way."""
-    x, y = [torch.cat(parts) for parts in zip(*batches)]
-    places = [(b, t) for b, t in itertools.product(range(len(x)), range(16)) if y[b, t] >= 0]
-    maps, ps, gradients = [[], []], [], []
+    real, maps, ps, gradients = y >= 0, [[], []], [], []
+    at = range(real.sum()), y[real]  # the target's place in ps (N, V)
     for net, watch in zip((teacher, model), maps):
         net = mask.copy.deepcopy(net).requires_grad_(True)
-        ps.append(net(x, watch=watch).softmax(-1))
-        sum(-ps[-1][b, t, y[b, t]].log() for b, t in places).backward()
+        p = net(x, watch=watch)[real].softmax(-1)
+        p[at].log().sum().backward()
+        ps.append(p.detach())
         gradients.append(torch.cat([p.grad.flatten() for name, p in net.named_parameters()
                                     if 'attn.c_attn' in name or 'attn.c_proj' in name]))
-    p, q = [t.detach() for t in ps]
-    n = len(places)
-    right = [sum(m[place].argmax() == y[place] for place in places) for m in (p, q)]
-    gaps = [a[b, h, t, :t + 1] - s[b, h, t, :t + 1] for a, s in zip(*maps)
-            for h in range(2) for b, t in places]
-    return dict(kl=sum((p[at] * (p[at] / q[at]).log()).sum() for at in places) / n,
-                ppl=math.exp(sum((p[at][y[at]] / q[at][y[at]]).log() for at in places) / n),
-                accuracy=right[1] / max(1, right[0]),
-                mse=sum((g * g).sum() for g in gaps) / sum(map(len, gaps)),
-                tv=sum(g.abs().sum() / 2 for g in gaps) / len(gaps),
-                cosine=F.cosine_similarity(*gradients, dim=0))
+    p, q = ps
+    right = [(m.argmax(-1) == y[real]).sum() for m in ps]
+    rows = [a[b, h, t, :t + 1] - s[b, h, t, :t + 1] for a, s in zip(*maps)
+            for h in range(3) for b, t in real.nonzero()]
+    gaps = torch.cat(rows)
+    return dict(kl=(p * (p / q).log()).sum(-1).mean(), ppl=(p[at] / q[at]).log().mean().exp(),
+                accuracy=right[1] / max(1, right[0]), mse=gaps.square().mean(),
+                tv=gaps.abs().sum() / 2 / len(rows), cosine=F.cosine_similarity(*gradients, dim=0))
 
 def test_mask_fidelity_and_edge_cases():
-    """The four criteria, on text and on the report's edge cases: a padded batch, a token that is
-    repeated, nothing but one constant token."""
-    teacher = mask_teacher()
+    """The report's edge cases: a padded batch, a token that is repeated, one constant token."""
+    teacher, _ = mask_golden_model()
     c = mask_config(masks='window:3+sinks:1', batch_size=3, eval_rows=6)
     data = mask_data(c, teacher)
     model = mask.make_model(c, data)
+    alike = mask.substitute(teacher, mask_config(masks='window:16'))
     text = list(mask.validation(data, 3, c, 'cpu'))
     assert len(text) == 2
     x, y = text[0]
     targets, repeated = y.clone(), x.clone()
     targets[0, 5:], targets[1], repeated[:, 4:12] = -1, -1, x[:, [4]]
     for batches in (text, [(x, targets)], [(repeated, y)], [(x * 0, y * 0)]):
-        got, want = mask.fidelity(model, teacher, batches), mask_figures(model, teacher, batches)
-        for key, value in want.items():
-            close(got[key], torch.as_tensor(value).detach(), 2e-5 * max(1, abs(value)))
+        got = mask.fidelity(model, teacher, batches)
+        for key, value in mask_figures(model, teacher, *map(torch.cat, zip(*batches))).items():
+            close(got[key], value, 2e-5 * max(1, abs(value)))
         assert got['passed'] == (got['accuracy'] >= 0.95) + (got['cosine'] >= 0.95) + (
             got['mse'] <= 1e-4) + (got['kl'] <= 1e-3)
         assert got['kept'] == mask.kept_pairs(model.alphas(), c.masks, 16)
-        alike = mask.substitute(teacher, mask_config(masks='window:16'))
         got = mask.fidelity(alike, teacher, batches)
-        assert got['passed'] == 4 and got['kl'] < 1e-6 and got['cosine'] > 1 - 1e-5, got
+        assert max(got['kl'], got['mse'], got['tv'], abs(1 - got['cosine'])) < 1e-12, got
 
 def test_mask_batches():
     """A function of seed, step and micro alone; with samples, of so many windows."""
-    def batch(step=5, micro=1, **settings):
-        c = mask_config(**{**dict(batch_size=8, grad_accum_steps=2), **settings})
+    def batch(step=5, micro=0, batch_size=8, grad_accum_steps=2, **settings):
+        c = mask_config(batch_size=batch_size, grad_accum_steps=grad_accum_steps, **settings)
         return mask.get_batch(mask_data(c), c, step, micro, 'cpu')
     seen = {tuple(row.tolist()) for step in range(20) for row in batch(step, samples=3)[0]}
     assert len(seen) == 3
-    x, y, teacher = batch()
-    assert teacher is None and x.shape == (8, 16) and torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(batch()[0], x)
-    whole = batch(micro=0, batch_size=16, grad_accum_steps=1)[0]  # one teacher for every batch size
-    assert torch.equal(torch.cat([batch(micro=0)[0], x]), whole)
-    for other in (batch(micro=0), batch(step=6), batch(seed=1)):
+    x, y, _ = batch()
+    assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(batch()[0], x)
+    z = batch(batch_size=16, grad_accum_steps=1)[0]  # one teacher for every batch size
+    assert torch.equal(z, torch.cat([x, batch(micro=1)[0]]))
+    for other in (batch(micro=1), batch(step=6), batch(seed=1)):
         assert not torch.equal(other[0], x)
 
 def test_mask_memory():
     """What peak() says is what is allocated; blocks need far less than eager attention."""
-    cpu = torch.device('cpu')
     def f():
         a = torch.zeros(1000, 1000)
         del a
         return torch.zeros(500, 1000) + 1
+    cpu = torch.device('cpu')
     assert 4_000_000 <= mask.peak(f, cpu) < 4_001_000
-    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4', block_size=1024)
+    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4')
     with contextlib.redirect_stdout(io.StringIO()) as out:
         rows = mask.memory(c, 1024, cpu)
     eager, sdpa, masks = [row['attention, MiB'] for row in rows.values()]
     assert eager > 2 * 4 * 4 and masks < 0.3 * eager and sdpa < 0.3 * eager
-    size = 4 / 2**20 * sum(p.numel() for p in mask.GPT2(c).parameters())
-    assert all(row['training step, MiB'] > 2 * size for row in rows.values())  # with gradients
-    assert all(row['inference, MiB'] > size for row in rows.values())
-    assert all(0 < row['attention, ms'] < 10_000 for row in rows.values())
+    size = sum(p.nbytes for p in mask.GPT2(c).parameters()) / 2**20
+    for row in rows.values():  # a step has gradients, too
+        assert row['training step, MiB'] > 2 * size and row['inference, MiB'] > size
     assert out.getvalue().count('PASS') + out.getvalue().count('FAIL') == 3
 
 def test_mask_two_stages():
-    """One teacher, found again; what is trained moves and nothing else; KL falls; the run is judged
-    and sampled; L1 lets both alphas of first-all fall, as the report saw."""
+    """One teacher, found again; KL falls; L1 lets both alphas fall, as the report saw."""
+    go = functools.partial(run, script=mask)
     with folder() as path:
-        teachers = lambda: len(list(path.glob('out/mask_distill/teacher-*')))
         flags = tiny(mask, path, '--teacher-iters', 30, '--teacher-lr', 0.03)
-        code, out, err, before = run(*flags, '--max-iters', 0, script=mask)
-        assert code == 0 and out.index('step 30/30') < out.index('stage 2 of 2'), err
-        more = ['--max-iters', 40, '--learning-rate', 0.003, '--masks', 'window:1']
-        code, out, err, result = run(*flags, *more, '--batch-size', 8, script=mask)
-        assert code == 0 and 'step 29/30' not in out and teachers() == 1, err
+        _, out, _, before = go(*flags, '--max-iters', 0)
+        assert out.index('step 30/30') < out.index('stage 2 of 2')
+        _, out, _, result = go(*flags, '--max-iters', 40, '--learning-rate', 0.003,
+                               '--masks', 'window:1', '--batch-size', 8)
         log = result['log']
-        assert log[-1]['val_loss'] < 0.7 * log[0]['val_loss']
+        assert 'step 29/30' not in out and log[-1]['val_loss'] < 0.7 * log[0]['val_loss']
         assert abs(result['kl'] - result['val_loss']) < 1e-6
         assert out.count('PASS') + out.count('FAIL') == 2 * 4 and 'result: ' in out
         a, b = [torch.load(r['folder'] / 'ckpt.pt', weights_only=True)['model']
                 for r in (before, result)]
-        moved = {k for k in b if not (k.endswith('alpha') or torch.equal(a[k], b[k]))}
-        assert moved == {f'h.{n}.attn.{m}.{p}' for n in range(2) for m in ('c_attn', 'c_proj')
-                         for p in ('weight', 'bias')}
+        moved = {key.partition('attn.')[2] for key in b if not torch.equal(a[key], b[key])}
+        assert moved == {'alpha', 'c_attn.weight', 'c_attn.bias', 'c_proj.weight', 'c_proj.bias'}
         refuse(['student'], *flags, '--init', result['folder'] / 'ckpt.pt', script=mask)
         refuse(['one teacher'], 'compare', *flags, '--over', 'n-layer=1,2', script=mask)
         last = ['--out-dir', path / 'out', '--device', 'cpu', '--run', result['folder']]
-        code, out, err, texts = run('sample', *last, '--new-tokens', 5, script=mask)
-        assert code == 0 and [text[0] for text in texts] == mask.PROMPTS, err
-        code, out, err, found = run('criteria', *last, '--lengths', '32,64', script=mask)
-        assert code == 0 and set(found['memory']) == {32, 64}, err
+        _, _, _, texts = go('sample', *last, '--new-tokens', 5)
+        assert [text[0] for text in texts] == mask.PROMPTS
+        _, _, _, found = go('criteria', *last, '--lengths', '32,64')
+        assert set(found['memory']) == {32, 64}
         assert abs(found['trained']['kl'] - min(r['val_loss'] for r in log if 'kept' in r)) < 1e-6
-        code, out, err, rows = run('inspect', *flags, '--masks', 'first-all', '--learn', 'alphas',
-                                   '--max-iters', 20, '--alpha-lr', 0.2, '--eval-interval', 10,
-                                   '--over', 'l1=0.5', script=mask)
-        assert code == 0, err
-        early, late = [[r for r in rows['0.5'] if r['step'] == step] for step in (10, 20)]
-        for x, z in zip(early, late):
-            assert 0.5 > x['first:1'] > z['first:1'] and 0.5 > x['all:1'] > z['all:1']
+        _, _, _, found = go('inspect', *flags, '--masks', 'first-all', '--learn', 'alphas',
+                            '--max-iters', 20, '--alpha-lr', 0.2, '--eval-interval', 10,
+                            '--over', 'l1=0.5')
+        rows = found['0.5']  # two layers, steps 0, 10 and 20
+        for name, n in itertools.product(('first:1', 'all:1'), range(2)):
+            assert 0.5 == rows[n][name] > rows[n + 2][name] > rows[n + 4][name]
 
 def test_mask_mistakes():
     for bad in ('nonsense', '', 'window', 'window:0', 'window:-3', 'window:4+', 'sinks:1e3'):
         refuse(['--masks', 'window:N', 'last5'], '--masks', bad, script=mask)
-    for word, *bad in (('--reading', '--reading', 'other'), ('--learn', '--learn', 'all'),
-                       ('--budget', '--budget', 1.5), ('--n-head', '--n-head', 3)):
-        refuse([word], *bad, script=mask)
+    teacher = ['--init', HERE / 'assets' / 'teacher.safetensors']
     with folder() as path:
-        teacher = ['--init', HERE / 'assets' / 'teacher.safetensors']
-        for word, *bad in (('block-size', '--block-size', 5000), ('vocab-size', '--vocab-size', 7),
+        for word, *bad in (('--reading', '--reading', 'other'), ('--budget', '--budget', 1.5),
+                           ('--n-head', '--n-head', 3), ('block-size', '--block-size', 5000),
                            ('256 positions', '--block-size', 257, *teacher)):
             refuse([word], *tiny(mask, path, *bad), script=mask)
 
 def test_mask_facts_of_the_report():
-    """1,000 samples of 512 tokens, 100 epochs, L1; its masks, prompts and criteria."""
+    """1,000 samples of 512 tokens, 100 epochs, L1; its prompts and criteria."""
     c = mask.Config(**mask.PRESETS['report004'])
     assert (c.masks, c.samples, c.block_size, c.data) == ('last5', 1000, 512, 'wikitext-2')
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0
-    assert mask.candidates('last5') == [('offset', n) for n in range(5)]
-    assert mask.candidates('windows') == [('window', 5), ('window', 10), ('first', 5)]
-    assert mask.candidates('first-all') == [('first', 1), ('all', 1)]
     assert mask.CRITERIA == dict(accuracy=0.95, cosine=0.95, mse=1e-4, kl=1e-3)
     assert 'saved >= 0.3' in inspect.getsource(mask.memory)
     assert zlib.crc32('\n'.join(mask.PROMPTS).encode()) == 2326627579 and len(mask.PROMPTS) == 7
-    rows = list(mask.TABLES['masks'].values())
-    assert len(rows) == 10 and sum(row.get('max_iters') == 0 for row in rows) == 2
-    assert {row['masks'] for row in mask.TABLES['l1'].values()} == {'first-all'}
 
 # ------------------------------------ prepare_data.py ------------------------------------
 PROSE = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
