@@ -29,15 +29,9 @@ so L1 drives every alpha to minus infinity, as the report saw; a budget acts on 
 The first ends with 48 % of the pairs at 1.005 of the teacher's accuracy, KL 0.0102, gradient
 cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of one CPU thread).
 
-<<<<<<< HEAD
-Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained on the spot; stage 2 is the
-student. Where the report is silent the code says [choice].
-Lines 1-758 are the report: method, configuration, model, data, training. What follows is tools.
-=======
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-740 are the report: method, configuration, model, data, training. What follows is tools.
->>>>>>> 78a6662ed86ebdd97839f9e8aebbe1c7bef1ccae
+Lines 1-735 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
