@@ -579,12 +579,11 @@ def test_vit_init_file():
         big = vit_model(model='deit-small', num_classes=9, image_size=16).float().state_dict()
         torch.save({'model': big}, path / 'big')
         flags = vit_tiny(path, '--model', 'deit-small', '--max-iters', 0, '--init', path / 'big')
-        code, out, err, result = vit_run(*flags)
-        assert code == 0 and '9 classes' in out, err
+        assert '9 classes' in vit_run(*flags)[1]
         state = checkpoint(path)['model']
-        close(state['pos_embed'], vit.resize_positions(big['pos_embed'], (2, 2)), 0)
-        assert len(state['head.weight']) == 3
-        assert torch.equal(state['blocks.0.mlp.fc1.weight'], big['blocks.0.mlp.fc1.weight'])
+        big['pos_embed'] = vit.resize_positions(big['pos_embed'], (2, 2))
+        fresh = [state.pop('head.weight'), state.pop('head.bias')]
+        assert len(fresh[0]) == 3 and all(torch.equal(state[key], big[key]) for key in state)
         refuse(['big', 'size mismatch'], *flags, '--embed-dim', 24, script=vit)
 
 def test_vit_dropout_and_optimizers():
@@ -647,8 +646,9 @@ def test_vit_batches():
         return vit.get_batch(data, dataclasses.replace(c, **new), step, micro, 'cpu')
     assert [len(part[1]) for part in (data.train, data.val, data.test)] == [48, 12, 30]
     x, y, _ = get(3)
-    for other, _, _ in (get(4), get(3, 1), get(3, seed=5), get(3, mix=True)):
+    for other, _, _ in (get(4), get(3, 1), get(3, seed=5)):
         assert not torch.equal(x, other)
+    assert len({get(step, mix=True)[2] for step in range(9)}) > 4
     for rank in range(2):
         with unittest.mock.patch.multiple(vit, RANK=rank, WORLD=2):
             assert torch.equal(get(3)[0], x[rank::2]) and torch.equal(get(3)[1], y[rank::2])
@@ -667,13 +667,15 @@ def test_vit_evaluation():
         c = vit.Config(**SMALL_VIT, data=vit_data(path / 'data'), batch_size=7, val_fraction=0.3)
         data = vit.load_data(c)
         assert vit.linear_accuracy(data, c) > 0.9  # colours are easy
-        net = vit.make_model(c, data).eval()
         images, labels = [torch.from_numpy(part) for part in data.val]
-        mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[..., None, None]
-        logits = net((images / 255 - mean) / std)
-        figures = vit.evaluate(net, data, c, 'cpu')
-        close(F.cross_entropy(logits, labels), figures['val_loss'], 1e-5)
-        close((logits.argmax(1) == labels).double().mean(), figures['val_acc'], 1e-6)
+        mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+        logits = (images.float().mean((2, 3)) / 255 - mean) / std
+        for rows in (0, 12):
+            c.eval_rows, n = rows, rows or 18
+            figures = vit.evaluate(lambda x: x.mean((2, 3)), data, c, 'cpu')
+            close(F.cross_entropy(logits[:n], labels[:n]), figures['val_loss'], 1e-5)
+            right = (logits.argmax(1) == labels)[:n].double().mean()
+            assert abs(right - figures['val_acc']) < 1e-9 and right > 0.9
         black = vit.normalise(torch.zeros(1, 3, 1, 1), 1, vit.Config(data='data/cifar10'))
         close(black.flatten(), torch.tensor([-2.4291, -2.4183, -2.2214]), 1e-3)
         seen = []
@@ -823,13 +825,12 @@ def test_vit_inspect():
         want = p.mean(1)[:, 1:]
         close(maps[0].flatten(1), want / want.amax(1, keepdim=True), 1e-12)
     with folder() as path:
-        code, out, err, rows = run('inspect', *vit_tiny(path), script=vit)
+        code, _, err, rows = run('inspect', *vit_tiny(path), script=vit)
         steps = [(row['step'], row['layer']) for row in rows]
         assert code == 0 and steps == list(itertools.product((0, 3, 6), (0, 1))), err
-        made, = path.glob('out/*/inspect-*')
-        assert (made / 'inspect.csv').exists()
+        assert len(list(path.glob('out/*/inspect-*/inspect.csv'))) == 1
         if importlib.util.find_spec('matplotlib'):
-            assert (made / 'inspect.png').exists() and (made / 'attention.png').exists()
+            assert len(list(path.glob('out/*/inspect-*/attention.png'))) == 1
 
 def test_vit_mistakes():
     with folder() as path:
