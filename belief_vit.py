@@ -36,9 +36,9 @@ steps, 154,030 parameters, one seed). Given again, a command goes on where it wa
 
 vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
 efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
-47,088 unused parameters, and with position embeddings that the optimizer does not lose.
+unused parameters, and with position embeddings that the optimizer does not lose.
 
-Lines 1-873 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-800 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -78,16 +78,12 @@ def stream(name, *numbers):
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # ------------------------------------ the papers' method ------------------------------------
-def multi_head(q, k, v, zero_diag=False, scale=None):
-    """MH = softmax(scale QK^T) V, from q, k, v (B, nh, T, hs) -> (B, T, nh, hs).  [BF Eq. 9]
-
-    scale is 1 / sqrt(hs) if None. With zero_diag a token attends only to the others, if any.
-    """
-    T = q.size(2)
-    if zero_diag and T == 1:
-        return torch.zeros_like(v).transpose(1, 2)
-    mask = ~torch.eye(T, dtype=torch.bool, device=q.device) if zero_diag else None  # (T, T)
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(1, 2)
+def multi_head(q, k, v, zero_diag=False):
+    """MH = softmax(QK^T / sqrt(hs)) V, q, k, v (B, nh, T, hs) -> (B, T, nh, hs).  [BF Eq. 9]"""
+    mask = None
+    if zero_diag:  # a token attends only to the others
+        mask = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)     # (T, T)
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 def orthogonal(mh, v, dims):
     """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
@@ -116,17 +112,15 @@ def default_gamma(c):
     return c.gamma
 
 # ------------------------------------ configuration ------------------------------------
-VIT_SMALL = dict(image_size=32, patch_size=4, embed_dim=512, depth=6, num_heads=8, head_size=64,
-                 mlp_dim=512, dropout=0.1, zero_diag=True)
-DEIT_SMALL = dict(image_size=224, patch_size=16, embed_dim=384, depth=12, num_heads=6,
-                  head_size=64, mlp_dim=1536, dropout=0.0, zero_diag=False)
 MODELS = {  # the fields of Config that are None mean these
-    'tiny': dict(VIT_SMALL, embed_dim=64, depth=4, num_heads=4, head_size=16, mlp_dim=128,
-                 dropout=0.0),
-    'vit-small': VIT_SMALL,
-    'deit-small': DEIT_SMALL,
-    'deit-small-local': DEIT_SMALL,  # with LocalViT's feed-forward network
+    'tiny': dict(image_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=4, head_size=16,
+                 mlp_dim=128, dropout=0.0, zero_diag=True),
+    'vit-small': dict(image_size=32, patch_size=4, embed_dim=512, depth=6, num_heads=8,
+                      head_size=64, mlp_dim=512, dropout=0.1, zero_diag=True),
+    'deit-small': dict(image_size=224, patch_size=16, embed_dim=384, depth=12, num_heads=6,
+                       head_size=64, mlp_dim=1536, dropout=0.0, zero_diag=False),
 }
+MODELS |= {'deit-small-local': MODELS['deit-small']}  # with LocalViT's feed-forward network
 
 @dataclass
 class Config:
@@ -208,8 +202,7 @@ class Config:
         if self.attention == 'attentionx-v1' and not 0 < gamma <= 1:
             fail(f'--gamma {gamma:g}: attentionx-v1 takes (0, 1], attentionx 1 or more')
         if self.image_size % self.patch_size or self.first_size % self.patch_size:
-            fail(f'--patch-size {self.patch_size} must divide --image-size {self.image_size} '
-                 f'and --first-size {self.first_size}')
+            fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
         if any(spec.startswith('model=') for spec in self.over):
@@ -302,13 +295,13 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(c.dropout)
 
     def heads(self, x):
-        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs); a learned scale is in q already."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.config.num_heads, -1)).unbind(2)
-        scale = None
-        if self.config.shifted:
-            q, scale = q * self.temperature.exp(), 1.0
+        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs)."""
+        c = self.config
+        q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
+        if c.shifted:  # in place of 1 / sqrt(hs)
+            q = q * self.temperature.exp() * c.head_size ** 0.5
         by_head = [t.transpose(1, 2) for t in (q, k, v)]                    # (B, nh, T, hs)
-        return q, k, v, multi_head(*by_head, self.config.zero_diag, scale)
+        return q, k, v, multi_head(*by_head, c.zero_diag)
 
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
@@ -392,7 +385,7 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Each tensor has a generator of its own, so that variants start alike where they are.
+        """Each tensor has a generator of its own, so that variants start with the same weights.
         vit-small is as PyTorch makes it, deit-small as timm, deit-small-local as Xavier."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
@@ -455,19 +448,16 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                # [choice] c does not depend on the scale of v, but v^2 leaves float32's range, and
-                # v = 0 makes c 0/0: so v's largest entry is the unit here
-                tiny = torch.finfo(v.dtype).tiny
-                unit = v / v.max().clamp_min(tiny)
-                c = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(tiny))
+                # [choice] v in units of its largest entry: c is the same, and v^2 stays in range
+                unit = v / v.max().clamp_min(1e-37)
+                c = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(1.0))
                 w = (c * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
                 step = m / (w - group['tau'] * w.min())
                 p.sub_(step * (group['lr'] / (1 - beta1 ** t)))
 
 # ------------------------------------ data ------------------------------------
 def load_data(c):
-    """c.data -> train, val and test, each of them images, bytes (N, 3, H, W) or paths of photos
-    (N,), and labels (N,); names of classes; threads, and what they do ahead of time."""
+    """-> train, val, test: images, bytes (N, 3, H, W) or paths of photos (N,), and labels (N,)."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
@@ -484,13 +474,12 @@ def load_data(c):
     if test is None:  # then as many images as for validation
         test, rest = (images[rest[:cut]], labels[rest[:cut]]), rest[cut:]
     if not 0 < len(rest) < len(order):
-        fail(f'--data {c.data}: of {len(labels)} images {cut} for validation leave {len(rest)} to '
-             'train: give more, or another --val-fraction')
+        fail(f'--data {c.data}: validation takes {cut} of {len(labels)} images: set --val-fraction')
+    about = (f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
+             f'{len(test[1]):,} to test')
     return SimpleNamespace(
         train=(images[rest], labels[rest]), val=(images[val], labels[val]), test=test,
-        classes=classes, threads=ThreadPoolExecutor(), ahead={},
-        about=f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
-              f'{len(test[1]):,} to test')
+        classes=classes, about=about, threads=ThreadPoolExecutor(), ahead={})
 
 COLOURS = {  # mean and deviation of red, green and blue, as the repositories have them
     'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -508,67 +497,6 @@ def normalise(images, size, c):
     return x
 
 # ------------------------------------ augmentation ------------------------------------
-# One image at a time, bytes (3, H, W); each operation equals Pillow's, bit for bit.
-def affine(x, a, b, c, d, e, f):
-    """Point (x, y) of the result is point (ax + by + c, dx + ey + f) of the image, black outside:
-    the nearest pixel, in 16.16 fixed point, because Pillow rounds that way and it shows."""
-    H, W = x.shape[1:]
-    matrix = np.array([[a, b, c + (a + b) / 2], [d, e, f + (d + e) / 2]])   # centres are at 0.5
-    matrix = np.floor(65536 * matrix + 0.5).astype(int)
-    row, column = np.indices((H, W))
-    u, v = [p * column + q * row + r >> 16 for p, q, r in matrix]           # (H, W) each
-    inside = (0 <= u) & (u < W) & (0 <= v) & (v < H)
-    return x[:, v.clip(0, H - 1), u.clip(0, W - 1)] * inside
-
-def rotate(x, degrees):
-    H, W = x.shape[1:]
-    turn = math.radians(degrees)
-    cos, sin = math.cos(turn), math.sin(turn)
-    return affine(x, cos, -sin, (W - W * cos + H * sin) / 2,
-                  sin, cos, (H - W * sin - H * cos) / 2)
-
-def autocontrast(x):
-    """Stretch every channel to 0..255, but for constant ones."""
-    low, high = x.min((1, 2), keepdims=True), x.max((1, 2), keepdims=True)  # (3, 1, 1) each
-    scale = 255 / np.maximum(high - low, 1)
-    return np.where(high > low, x * scale - low * scale, x).astype(np.uint8)
-
-def equalize(x):
-    """Spread the values of every channel, so that equally many pixels have each."""
-    out = x.copy()
-    for channel in out:
-        count = np.bincount(channel.ravel(), minlength=256)
-        step = (channel.size - count[channel.max()]) // 255
-        if step:
-            table = (step // 2 + count.cumsum() - count) // step
-            channel[:] = table.clip(0, 255)[channel]
-    return out
-
-def solarize(x, threshold):
-    return np.where(x < threshold, x, 255 - x)
-
-def blend(other, x, factor):
-    """Factor 1 is the image, 0 the other one."""
-    other = np.float32(other)
-    return (other + factor * (x - other)).clip(0, 255).astype(np.uint8)
-
-def grey(x):
-    return np.tensordot([19595, 38470, 7471], x, 1) + 32768 >> 16           # (H, W)
-
-def smooth(x):
-    """3x3 mean, the pixel itself five times; the border stays as it is."""
-    out = x.copy()
-    nine = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (1, 2)).sum((3, 4))
-    out[:, 1:-1, 1:-1] = (nine + 4.0 * x[:, 1:-1, 1:-1] + 6.5) / 13
-    return out
-
-def cutout(x, side, centre):
-    """A box near the top or left border is moved inside, as its source does."""
-    out, reach = x.copy(), int(side) + 1
-    top, left = [int(max(0, at * n - side / 2)) for at, n in zip(centre, x.shape[1:])]
-    out[:, top:top + reach, left:left + reach] = [[[125]], [[123]], [[114]]]
-    return out
-
 RANDAUGMENT = {  # operation of strength v, s = v or -v, around a point `at`; the range of v
     'AutoContrast': (lambda x, v, s, at: autocontrast(x), 0, 0),
     'Equalize': (lambda x, v, s, at: equalize(x), 0, 0),
@@ -597,7 +525,8 @@ def augment(x, chance, policy, size=None):
         x = read_photo(x, size, chance)
         return x[..., ::-1] if chance[4] < 0.5 else x
     H, W = x.shape[1:]
-    for which, sign, *at in chance[3:].reshape(2, 4) if policy != 'none' else ():
+    draws = chance[3:].reshape(2, 4) if policy != 'none' else []
+    for which, sign, *at in draws:
         name = list(RANDAUGMENT)[int(which * len(RANDAUGMENT))]
         operation, low, high = RANDAUGMENT[name]
         if policy == 'fixed' and 'Translate' in name:  # 100 pixels are meant for images of 224
@@ -613,30 +542,28 @@ def erase(images, rng):
     H, W = images.shape[2:]
     for image in images:
         if rng.random() < 0.25:
-            area = rng.uniform(0.02, 0.33) * H * W
-            ratio = math.exp(rng.uniform(-1, 1) * math.log(0.3))
+            area, ratio = rng.uniform(0.02, 0.33) * H * W, 0.3 ** rng.uniform(-1, 1)
             h, w = min(H, round((area * ratio) ** 0.5)), min(W, round((area / ratio) ** 0.5))
             top, left = rng.integers(H - h + 1), rng.integers(W - w + 1)
             noise = rng.standard_normal((3, h, w), np.float32)
             image[:, top:top + h, left:left + w] = torch.from_numpy(noise)
     return images
 
-def mix(images, labels, num_classes, rng, smoothing):
-    """Mixup or cutmix, as likely, of images (B, 3, H, W) with themselves in reverse; labels (B,)
-    become smoothed shares of the classes (B, num_classes)."""
-    soft = F.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes
+def mix(images, rng):
+    """Mixup or cutmix, as likely, of images (B, 3, H, W) with themselves in reverse -> images, and
+    the share in each that is of the one in its place."""
+    other = images.flip(0)
     if rng.random() < 0.5:
         share = rng.beta(0.8, 0.8)
-        return images.flip(0).lerp(images, share), soft.flip(0).lerp(soft, share)
+        return other.lerp(images, share), share
     size = np.array(images.shape[2:])
     half = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2
     centre = rng.random(2)
-    top, left = (np.clip(centre - half, 0, 1) * size).round().astype(int)
-    bottom, right = (np.clip(centre + half, 0, 1) * size).round().astype(int)
+    corners = np.clip([centre - half, centre + half], 0, 1) * size
+    (top, left), (bottom, right) = corners.round().astype(int)
     mixed = images.clone()
-    mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
-    share = 1 - (bottom - top) * (right - left) / size.prod()  # the border may have cut the box
-    return mixed, soft.flip(0).lerp(soft, share)
+    mixed[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
+    return mixed, 1 - (bottom - top) * (right - left) / size.prod()  # the border may cut the box
 
 # ------------------------------------ training ------------------------------------
 # What the loop below knows of images: these names and functions.
@@ -655,17 +582,16 @@ def make_model(c, data):
     return model
 
 def make_optimizer(model, c):
-    """AdamW, which decays what is called `weight` but for gains; Adam; SET-Adam.  [BF Sec. 5.3]"""
+    """SET-Adam [BF Sec. 5.3]; AdamW, which decays matrices named `weight`; Adam, which does not."""
     betas = c.beta1, c.beta2
     if c.optimizer == 'set-adam':
         return SETAdam(model.parameters(), c.learning_rate, betas, c.eps, c.tau)
-    if c.optimizer == 'adam':
-        return torch.optim.Adam(model.parameters(), c.learning_rate, betas)
-    decay, keep = [], []
+    matrices, others = [], []
     for name, p in model.named_parameters():
-        group = decay if name.endswith('.weight') and p.dim() >= 2 else keep
+        group = matrices if name.endswith('.weight') and p.dim() >= 2 else others
         group.append(p)
-    groups = [dict(params=decay, weight_decay=c.weight_decay), dict(params=keep, weight_decay=0.0)]
+    decay = c.weight_decay if c.optimizer == 'adamw' else 0.0
+    groups = [dict(params=matrices, weight_decay=decay), dict(params=others, weight_decay=0.0)]
     return torch.optim.AdamW(groups, c.learning_rate, betas)
 
 @functools.lru_cache(2)
@@ -673,8 +599,8 @@ def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def begin_batch(data, c, step, micro):
-    """This process's rows of a micro-batch, out of one endless row of shuffles, handed to the
-    threads -> bytes to come, labels, size. All follows from seed and step alone."""
+    """This process's rows of a micro-batch, from seed and step alone -> bytes that the threads
+    will have ready, labels, size. Images come out of one endless row of shuffles."""
     images, labels = data.train
     n, begin = len(labels), step * c.units_per_step
     grown = 2 * c.patch_size * int(begin / n / c.size_epochs)
@@ -688,24 +614,26 @@ def begin_batch(data, c, step, micro):
     return photos, torch.from_numpy(labels[index]), size
 
 def get_batch(data, c, step, micro, device):
-    """Images (B, 3, size, size) and labels (B,) or, mixed, shares of the classes (B, K). Threads
-    already begin with the next step's."""
-    for s in (step, step + 1):
+    """Images (B, 3, size, size), labels (B,), and the share of an image that is not mixed in."""
+    for s in (step, step + 1):  # threads begin with the next step's already
         if (s, micro) not in data.ahead:
             data.ahead[s, micro] = begin_batch(data, c, s, micro)
-    photos, y, size = data.ahead.pop((step, micro))
-    x = torch.from_numpy(np.stack([photo.result() for photo in photos]))
-    x, y = normalise(x.to(device), size, c), y.to(device)
+    photos, labels, size = data.ahead.pop((step, micro))
+    images = torch.from_numpy(np.stack([photo.result() for photo in photos]))
+    images, share = normalise(images.to(device), size, c), 1.0
     if c.mix:  # pairs images of one process: here it matters how many there are
         rng = stream('mix', c.seed, step, micro, RANK)
-        classes = max(c.num_classes, len(data.classes))
-        x, y = mix(erase(x, rng), y, classes, rng, c.label_smoothing)
-    return x, y
+        images, share = mix(erase(images, rng), rng)
+    return images, labels.to(device), share
 
 def loss_of(model, batch, c):
-    images, labels = batch
-    smoothing = c.label_smoothing if labels.dim() == 1 else 0.0             # mix() has smoothed
-    return F.cross_entropy(model(images), labels, label_smoothing=smoothing)
+    images, labels, share = batch
+    logits = model(images)                                                  # (B, K)
+    loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
+    if c.mix:
+        other = F.cross_entropy(logits, labels.flip(0), label_smoothing=c.label_smoothing)
+        loss = share * loss + (1 - share) * other
+    return loss
 
 def view(data, images, size, c, device='cpu'):
     """Images as they are judged: whole, photos their middle -> (B, 3, size, size)."""
@@ -728,9 +656,8 @@ def judge(model, data, part, c, device):
 
 def evaluate(model, data, c, device):
     """On images kept from training. Nothing here looks at the test set."""
-    images, labels = data.val
-    n = c.eval_rows or len(labels)
-    loss, accuracy = judge(model, data, (images[:n], labels[:n]), c, device)
+    part = [x[:c.eval_rows or None] for x in data.val]
+    loss, accuracy = judge(model, data, part, c, device)
     return dict(val_loss=loss, val_acc=accuracy)
 
 def finish(model, data, c, device, folder):
@@ -908,6 +835,66 @@ def draw_shapes(n, seed):
         image[:] = (paper + light + ink * cover + noise).clip(0, 255)
     return images, labels
 
+# RandAugment's operations, of one image, bytes (3, H, W): each equals Pillow's, bit for bit.
+def affine(x, a, b, c, d, e, f):
+    """Point (x, y) of the result is point (ax + by + c, dx + ey + f) of the image, black outside.
+    It is the nearest pixel in 16.16 fixed point: Pillow rounds that way, and it shows."""
+    H, W = x.shape[1:]
+    matrix = np.array([[a, b, c + (a + b) / 2], [d, e, f + (d + e) / 2]])   # centres are at 0.5
+    matrix = np.floor(65536 * matrix + 0.5).astype(int)
+    row, column = np.indices((H, W))
+    u, v = [p * column + q * row + r >> 16 for p, q, r in matrix]           # (H, W) each
+    inside = (0 <= u) & (u < W) & (0 <= v) & (v < H)
+    return x[:, v.clip(0, H - 1), u.clip(0, W - 1)] * inside
+
+def rotate(x, degrees):
+    H, W = x.shape[1:]
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return affine(x, cos, -sin, (W - W * cos + H * sin) / 2,
+                  sin, cos, (H - W * sin - H * cos) / 2)
+
+def autocontrast(x):
+    """Stretch every channel to 0..255, but for constant ones."""
+    low, high = x.min((1, 2), keepdims=True), x.max((1, 2), keepdims=True)  # (3, 1, 1) each
+    scale = 255 / np.maximum(high - low, 1)
+    return np.where(high > low, x * scale - low * scale, x).astype(np.uint8)
+
+def equalize(x):
+    """Spread the values of every channel, so that equally many pixels have each."""
+    out = x.copy()
+    for channel in out:
+        count = np.bincount(channel.ravel(), minlength=256)
+        step = (channel.size - count[channel.max()]) // 255
+        if step:
+            table = (step // 2 + count.cumsum() - count) // step
+            channel[:] = table.clip(0, 255)[channel]
+    return out
+
+def solarize(x, threshold):
+    return np.where(x < threshold, x, 255 - x)
+
+def blend(other, x, factor):
+    """Factor 1 is the image, 0 the other one."""
+    other = np.float32(other)
+    return (other + factor * (x - other)).clip(0, 255).astype(np.uint8)
+
+def grey(x):
+    return np.tensordot([19595, 38470, 7471], x, 1) + 32768 >> 16           # (H, W)
+
+def smooth(x):
+    """3x3 mean, the pixel itself five times; the border stays as it is."""
+    out = x.copy()
+    nine = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (1, 2)).sum((3, 4))
+    out[:, 1:-1, 1:-1] = (nine + 4.0 * x[:, 1:-1, 1:-1] + 6.5) / 13
+    return out
+
+def cutout(x, side, centre):
+    """A box near the top or left border is moved inside, as its source does."""
+    out, reach = x.copy(), int(side) + 1
+    top, left = [int(max(0, at * n - side / 2)) for at, n in zip(centre, x.shape[1:])]
+    out[:, top:top + reach, left:left + reach] = [[[125]], [[123]], [[114]]]
+    return out
+
 def load_arrays(folder):
     """train.npz and, if there, test.npz: images (N, 3, H, W) uint8, labels (N,); meta.json."""
     parts = {}
@@ -915,14 +902,15 @@ def load_arrays(folder):
         try:
             with np.load(path, allow_pickle=False) as file:
                 images, labels = file['images'], file['labels'].astype(np.int64)
-            if images.dtype != np.uint8 or images.shape != (len(labels), 3, *images.shape[2:4]):
+            if images.dtype != np.uint8 or images.shape[:2] != (len(labels), 3):
                 raise ValueError(f'images are {images.dtype} {images.shape}')
         except Exception as error:  # numpy and zipfile raise half a dozen kinds
             fail(f'{path} wants images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
         parts[path.stem] = images, labels
-    meta = folder / 'meta.json'
-    classes = json.loads(meta.read_text('utf-8'))['classes'] if meta.exists() else None
-    return parts['train'], parts.get('test'), classes or [str(i) for i in range(max(labels) + 1)]
+    classes = [str(i) for i in range(max(labels) + 1)]
+    if (folder / 'meta.json').exists():
+        classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
+    return parts['train'], parts.get('test'), classes
 
 def load_photos(folder):
     """Photos in CLASS/*, or in train/CLASS/* and, for the test, val/CLASS/*, as ImageNet's are."""
@@ -940,8 +928,8 @@ def load_photos(folder):
     return photos(root), test, classes
 
 def read_photo(path, size, chance=None):
-    """A photo -> (3, size, size) uint8: its middle, as ImageNet is judged (all of that, if small),
-    or by four numbers of chance a crop of 8 to 100 % of its area, sides 3:4 to 4:3."""
+    """A photo -> (3, size, size) uint8: its middle, as ImageNet is judged, or by four numbers of
+    chance a crop of 8 to 100 % of its area, sides 3:4 to 4:3."""
     try:
         from PIL import Image, ImageOps
         with Image.open(path) as file:
@@ -962,28 +950,30 @@ def read_photo(path, size, chance=None):
     return np.asarray(image).transpose(2, 0, 1)
 
 def load_weights(model, path):
-    """A checkpoint of this script, of timm or of DeiT: they share keys. Positions are resized, and
-    an output layer for other classes than the data's is left as it is."""
-    weights, own = load_checkpoint(path, own=False), model.state_dict()
-    weights = dict(weights.get('model', weights))
+    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized."""
+    saved = load_checkpoint(path, own=False)
+    weights = dict(saved.get('model', saved))
     try:
-        g = math.isqrt(own['pos_embed'].size(1) - 1)
+        g = math.isqrt(model.pos_embed.size(1) - 1)
         weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
-        if len(weights['head.weight']) != len(own['head.weight']):
-            print(f'note    {path} has {len(weights["head.weight"])} classes: a new output layer')
-            weights.update({key: own[key] for key in ('head.weight', 'head.bias')})
+        classes = len(weights['head.weight'])
+        if classes != len(model.head.weight):
+            print(f'note    {path} has {classes} classes: a new output layer')
+            weights.update({'head.weight': model.head.weight, 'head.bias': model.head.bias})
         model.load_state_dict(weights)
     except (KeyError, RuntimeError) as error:
         fail(f'--init {path} does not fit: {" ".join(str(error).split())[:200]}')
 
 def linear_accuracy(data, c):
     """A yardstick: right answers in the test of ridge regression on pixels, 10,000 images."""
-    x, y = zip(*[(view(data, images[:10000], 32, c), torch.from_numpy(labels[:10000]))
-                 for images, labels in (data.train, data.test)])
-    x, x_test = [F.pad(images.flatten(1), (0, 1), value=1.0) for images in x]   # (N, 3 32^2 + 1)
-    ridge = x.T @ x + len(x) * torch.eye(x.size(1))
-    weights = torch.linalg.solve(ridge, x.T @ F.one_hot(y[0]).float())
-    return ((x_test @ weights).argmax(1) == y[1]).float().mean().item()
+    x, y = [], []
+    for images, labels in (data.train, data.test):
+        pixels = view(data, images[:10000], 32, c).flatten(1)
+        x.append(F.pad(pixels, (0, 1), value=1.0))                          # (N, 3 32^2 + 1)
+        y.append(torch.from_numpy(labels[:10000]))
+    ridge = x[0].T @ x[0] + len(x[0]) * torch.eye(x[0].size(1))
+    weights = torch.linalg.solve(ridge, x[0].T @ F.one_hot(y[0]).float())
+    return ((x[1] @ weights).argmax(1) == y[1]).float().mean().item()
 
 def report(c, model, log):
     """What came out, beside a yardstick."""
@@ -996,14 +986,15 @@ def report(c, model, log):
 @torch.no_grad()
 def predict(c):
     """The classes that train's last run, or --run, finds likeliest in each of --images."""
-    answers = []
     run, model = load_run(c)
+    answers = []
     for image in c.images or fail('predict wants --images PHOTO'):
-        photo = torch.tensor(read_photo(image, run.image_size))[None].to(model.head.weight.device)
-        x = normalise(photo, run.image_size, run)                           # (1, 3, H, W)
-        chances = model(x)[0, :len(run.classes)].softmax(-1).tolist()
-        answers.append(sorted(zip(run.classes, chances), key=lambda pair: -pair[1])[:5])
-        print(f'{image}: ' + ', '.join(f'{name} {100 * p:.1f} %' for name, p in answers[-1]))
+        photo = torch.tensor(read_photo(image, run.image_size))[None]       # (1, 3, H, W)
+        x = normalise(photo.to(model.head.weight.device), run.image_size, run)
+        chances = model(x)[0, :len(run.classes)].softmax(-1)
+        best = [(run.classes[i], chances[i].item()) for i in chances.argsort(descending=True)[:5]]
+        print(f'{image}: ' + ', '.join(f'{name} {100 * p:.1f} %' for name, p in best))
+        answers.append(best)
     return answers
 
 @torch.no_grad()
@@ -1021,16 +1012,15 @@ def diagnose(model, images):
         q, k, v, mh = attn.heads(block.norm1(x))                            # (B, T, nh, hs)
         update = ATTENTION[c.attention](mh, v, attn.gamma)
         update = update[0] if type(update) is tuple else update
-        own, v, mh, update = [t[:, 0].flatten(1) for t in (x, v, mh, update)]  # (B, C)
+        v, mh, update = [t[:, 0].flatten(1) for t in (v, mh, update)]       # (B, nh hs)
         mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
-        figures = dict(
-            mh=mh.norm(dim=1), update=update.norm(dim=1), mh_out=mh_out.norm(dim=1),
-            update_out=update_out.norm(dim=1), cos_mh=F.cosine_similarity(mh_out, own),
-            cos_update=F.cosine_similarity(update_out, own),
-            alpha=(mh * v).sum(1) / (v * v).sum(1))
-        rows.append({name: value.mean().item() for name, value in figures.items()})
-        scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k)                  # (B, nh, T)
-        scores *= 1.0 if c.shifted else c.head_size ** -0.5
+        norms = dict(mh=mh, update=update, mh_out=mh_out, update_out=update_out)
+        row = {name: t.norm(dim=1).mean().item() for name, t in norms.items()}
+        row['cos_mh'] = F.cosine_similarity(mh_out, x[:, 0]).mean().item()
+        row['cos_update'] = F.cosine_similarity(update_out, x[:, 0]).mean().item()
+        row['alpha'] = ((mh * v).sum(1) / (v * v).sum(1)).mean().item()
+        rows.append(row)
+        scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
             scores[..., 0] = -math.inf
         p = scores.softmax(-1).mean(1)[:, 1:]                               # (B, h w)
@@ -1045,11 +1035,10 @@ def draw_maps(path, images, maps):
     except ImportError:
         return
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
-    images = (images - low) / (high - low)
-    rows = [images]
+    rows = [(images - low) / (high - low)]
     for light in maps:
         light = F.interpolate(light[:, None], images.shape[2:])             # (B, 1, H, W)
-        rows.append((0.2 + 0.8 * light) * images)
+        rows.append((0.2 + 0.8 * light) * rows[0])
     tiles = F.pad(torch.stack(rows), (1, 1, 1, 1), value=1.0)               # (rows, B, 3, H, W)
     sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)        # (height, width, 3)
     imsave(path, sheet.repeat_interleave(3, 0).repeat_interleave(3, 1).cpu().numpy())
