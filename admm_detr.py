@@ -87,7 +87,7 @@ def stream(name, *numbers):
 # ------------------------------------ the paper's method ------------------------------------
 # A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With `own`, queries and tokens are the same sequence.
-def without_own(x, own=True):
+def without_own(x, own):
     """x (..., Q, N), with `own` zero where a query meets itself."""
     if not own:
         return x
@@ -100,9 +100,9 @@ def scales(q, k, own=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
     At sparsity 1, lambda = 2 max |K q|, nothing is left of x; a rho or ridge of 1 is the mean
     eigenvalue of K^T K. So a solution changes with the lengths of q and k by a factor alone.
     """
-    products = q @ k.mT                                                     # (B, nh, Q, N)
+    products = without_own(q @ k.mT, own)                                   # (B, nh, Q, N)
     products = F.relu(products) if positive else products.abs()
-    largest = without_own(products, own).amax(-1, keepdim=True)
+    largest = products.amax(-1, keepdim=True)
     mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
     return 2 * sparsity * largest, (rho * mean).clamp_min(1e-8), ridge * mean
 
@@ -120,8 +120,8 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
     -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0, and so does, with `own`, the
-    query's own token: the proximal step under the constraint x_ii = 0 zeroes that entry, and ADMM
-    still converges. `vanilla` takes the N x N inverse: the same x up to rounding.  [OA Eq. 3]
+    query's own token: step (3b) under the constraint x_ii = 0 zeroes that entry. `vanilla` takes
+    the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho, e = scales(q, k, own, sparsity, rho, ridge, positive)
     unit = penalty / (2 * rho)                                              # (B, nh, Q, 1)
@@ -133,22 +133,22 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     else:
         P = regression(k, rho)
 
-    v = q.new_zeros(()).expand(*q.shape[:-1], k.size(-2))                   # (B, nh, Q, N)
-    for i in range(iterations + 1):
-        # (3b): argmin lambda |z|_1 + e ||z||^2 + rho ||z - v||^2
+    def shrink(v):  # (3b): argmin lambda |z|_1 + e ||z||^2 + rho ||z - v||^2
         z = F.relu(v - 1) if positive else F.softshrink(v, 1.0)
-        z = without_own(z / (1 + e / rho), own)
-        if i == iterations:
-            return z * unit
-        # (3c): the running sum of x - z, what the constraint x = z costs
-        u = v - z
-        # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
+        return without_own(z / (1 + e / rho), own)
+
+    v = q.new_zeros(*q.shape[:-1], k.size(-2))                              # (B, nh, Q, N)
+    for _ in range(iterations):
+        z = shrink(v)
+        u = v - z  # (3c): the running sum of x - z, what the constraint x = z costs
         w = z - u
+        # (3a): argmin ||q - x^T K||^2 + rho ||x - w||^2
         if vanilla:
             x = (products + rho * w) @ inverse
         else:
             x = w + (q - w @ k) @ P  # the same: ridge regression of what w leaves over
         v = torch.add(v, x - z, alpha=relax)                                # x + u if relax is 1
+    return shrink(v) * unit
 
 def objective(x, q, k, penalty, e=0.0):
     """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
@@ -171,15 +171,14 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
         eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
         inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]              # (B, nh, N, N)
     else:
-        generator = torch.Generator().manual_seed(1)
-        jitter = torch.diag(SIGMA * torch.rand(k.size(-1), generator=generator))
-        D, X = torch.linalg.eigh(k.mT @ k + jitter.to(k))                   # (B, nh, hs)
-        Y = k @ X * D.rsqrt()[..., None, :]                                 # (B, nh, N, hs)
-        S = D.sqrt() + rho.squeeze(-1)
+        jitter = SIGMA * torch.rand(k.size(-1), generator=torch.Generator().manual_seed(1))
+        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))            # (B, nh, hs)
+        D = D.unsqueeze(-2)                                                 # (B, nh, 1, hs)
+        Y = k @ X / D.sqrt()                                                # (B, nh, N, hs)
     x = z = mu = torch.zeros_like(products)
     for _ in range(iterations):
-        r = products + rho * (x - z)
-        new = r @ inverse if vanilla else (r @ Y / S[..., None, :]) @ Y.mT  # (3a)
+        new = products + rho * (x - z)                                      # (3a)
+        new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
         new = without_own(new, own).clamp(-1, 1)                            # [choice] 1
         z = x - mu - (x - mu).clamp(-threshold, threshold)                  # (3b), x of before
         x, mu = new, mu + new - z                                           # (3c)
@@ -188,8 +187,7 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
 def sharpen(x, power=5):
     """x^5 / sum |x^5|, safely: rows of zeros stay, tiny ones fade to zero.  [OA Sec. 3]
 
-    Scaled by its largest entry first (the result does not change), x^5 neither underflows nor blows
-    the gradient up. Power 0 leaves x as it is.
+    Scaled by its largest entry first, x^5 neither underflows nor blows the gradient up.
     """
     if not power:
         return x
@@ -200,14 +198,13 @@ def sharpen(x, power=5):
 def dictionary(k, padding, c, random_tokens=0):
     """The tokens to solve over: zeros for padding, which get no weight; less their mean if
     --centre; after them tokens of N(0, 1), the same every time.  [OA Sec. 3]"""
-    real = torch.ones_like(k[:, :1, :, :1])                                 # (B, 1, N, 1)
-    if padding is not None:
-        hidden = padding[:, None, :, None]
-        real = real.masked_fill(hidden, 0)
-        k = k.masked_fill(hidden, 0)
+    if padding is None:
+        padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
+    hidden = padding[:, None, :, None]                                      # (B, 1, N, 1)
+    k = k.masked_fill(hidden, 0)
     if c.centre:
-        mean = k.sum(2, keepdim=True) / real.sum(2, keepdim=True)
-        k = (k - mean) * real
+        mean = k.sum(2, keepdim=True) / (~hidden).sum(2, keepdim=True)
+        k = (k - mean).masked_fill(hidden, 0)
     n = random_tokens if c.random_tokens is None else c.random_tokens
     extra = torch.randn(n, k.size(-1), generator=torch.Generator().manual_seed(0))
     extra = extra.to(k).expand(*k.shape[:2], -1, -1)                        # (B, nh, n, hs)
@@ -227,10 +224,9 @@ def l2(q, k, padding, own, c):
     P = regression(k, scales(q, k, rho=c.rho)[1])
     x = q @ P
     if own:  # the best x with x_ii = 0 moves along row i of rho (K K^T + rho I)^-1 = I - K P
-        eye = torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
-        row = eye - k[:, :, :N] @ P                                         # (B, nh, Q, N)
+        row = torch.eye(*x.shape[-2:], device=x.device) - k[:, :, :N] @ P   # (B, nh, Q, N)
         share = x.diagonal(0, -2, -1) / row.diagonal(0, -2, -1)             # (B, nh, Q)
-        x = without_own(x - share[..., None] * row)
+        x = without_own(x - share[..., None] * row, own)
     return sharpen(x, c.power)[..., :N]
 
 def admm(q, k, padding, own, c, vanilla=False):
