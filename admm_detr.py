@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 value); no output projection (--out-proj), no dropout of x; heads without weights are slices of the
 channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-992 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-938 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: ResNet-50, photos, average precision, pictures, comparisons.
 """
 import argparse
