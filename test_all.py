@@ -1059,8 +1059,7 @@ def test_detr_padding_and_precision():
 def test_detr_sharpen():
     x = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for power in (1, 3, 5):
-        want = x.abs()**power * x.sign()
-        close(detr.sharpen(x, power), want / want.abs().sum(1, keepdim=True), 1e-12)
+        close(detr.sharpen(x, power), x**power / (x**power).abs().sum(1, keepdim=True), 1e-12)
     assert detr.sharpen(x, 0) is x
     for size in (0.0, 1e-30, 1e-9, 1e-4, 1e30):  # the printed formula is NaN for half of these
         x = torch.full((1, 4), size, requires_grad=True)
@@ -1179,20 +1178,8 @@ def test_detr_parameter_counts():
     assert size('admm') == size('softmax', 'no-weights') == (39723360, 434)
     assert size('l2', 'admm')[0] == 38144352
 
-def test_detr_positions():
-    """Sines and cosines by the formula, of places counted within the image alone."""
-    padding = torch.zeros(2, 5, 6, dtype=torch.bool)
-    padding[1, 3:] = padding[1, :, 4:] = True
-    got = detr.sine_positions(padding, 16).view(2, 5, 6, 16)
-    for image, y, x, h, w in ((0, 4, 2, 5, 6), (0, 0, 5, 5, 6), (1, 2, 1, 3, 4), (1, 0, 3, 3, 4)):
-        angles = [2 * math.pi * place / 10000 ** (2 * (i // 2) / 8)
-                  for place in ((y + 1) / h, (x + 1) / w) for i in range(8)]
-        want = [math.cos(a) if i % 2 else math.sin(a) for i, a in enumerate(angles)]
-        close(got[image, y, x], torch.tensor(want), 1e-5)
-
 def test_detr_initial_weights():
-    """Variants share what they have in common; every tensor by its own generator; every learned
-    one gets a gradient."""
+    """Variants share what they have in common; every learned tensor gets a gradient."""
     nets = {name: detr.DETR(detr_config(self_attention=name, cross_attention=name, out_proj=True))
             for name in detr.ATTENTION}
     full = nets['softmax'].state_dict()
@@ -1201,11 +1188,10 @@ def test_detr_initial_weights():
     bound = full['transformer.decoder.layers.0.multihead_attn.in_proj_weight'].abs().max()
     assert 0.9 < bound / math.sqrt(6 / 64) <= 1  # Xavier's, 16 in and 48 out
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    targets = [(t[0], t[1].float()) for t in detr_targets(2, 1)]
+    targets = [(labels, boxes.float()) for labels, boxes in detr_targets(2, 1)]
     for name, net in nets.items():
         assert all(torch.equal(full[key], p) for key, p in net.state_dict().items())
-        c = net.config
-        detr.total(detr.set_losses(net(x), targets, c, *detr.norms([2, 1], c)), c).backward()
+        detr.loss_of(net, (x, None, targets, 1.0, 1.0), net.config).backward()
         for key, p in net.named_parameters():
             dead = 'decoder.layers.0.self_attn' in key or 'decoder.layers.0.norm1.w' in key
             assert dead or p.grad.abs().max() > 0, (name, key)              # there x = 0
@@ -1348,22 +1334,20 @@ def test_detr_batches():
     c = detr_config(batch_size=8)
     data = detr.load_data(c)
     model = detr.make_model(c, data)
-    images, mask, targets, weights, count = detr.get_batch(data, c, 1, 0, 'cpu')
-    assert mask is None and (weights, count) == detr.norms([len(t[0]) for t in targets], c)
-    assert (detr.get_batch(data, c, 2, 0, 'cpu')[0] != images).any()
-    other = dataclasses.replace(c, seed=1)
-    assert (detr.get_batch(data, other, 1, 0, 'cpu')[0] != images).any()
-    whole = detr.loss_of(model, (images, mask, targets, weights, count), c)
+    images, mask, targets, *norms = batch = detr.get_batch(data, c, 1, 0, 'cpu')
+    assert mask is None and (*norms,) == detr.norms([len(labels) for labels, _ in targets], c)
+    for other, step in (c, 2), (dataclasses.replace(c, seed=1), 1):
+        assert (detr.get_batch(data, other, step, 0, 'cpu')[0] != images).any()
     four = dataclasses.replace(c, batch_size=4, grad_accum_steps=2)
-    parts = [detr.get_batch(data, four, 1, micro, 'cpu') for micro in (0, 1)]
-    close(torch.cat([part[0] for part in parts]), images, 0)
-    close(sum(detr.loss_of(model, part, four) for part in parts) / 2, whole, 1e-5)
-    parts = []
+    micro = [detr.get_batch(data, four, 1, i, 'cpu') for i in (0, 1)]
+    shares = []
     for rank in (0, 1):
         with unittest.mock.patch.multiple(detr, RANK=rank, WORLD=2):
-            parts.append(detr.get_batch(data, c, 1, 0, 'cpu'))
-    close(parts[1][0], images[1::2], 0)
-    close(sum(detr.loss_of(model, part, c) for part in parts) / 2, whole, 1e-5)
+            shares.append(detr.get_batch(data, c, 1, 0, 'cpu'))
+    for parts, order in (micro, [*range(8)]), (shares, [0, 2, 4, 6, 1, 3, 5, 7]):
+        close(torch.cat([part[0] for part in parts]), images[order], 0)
+        mean = sum(detr.loss_of(model, part, c) for part in parts) / 2
+        close(mean, detr.loss_of(model, batch, c), 1e-5)
     groups = detr.make_optimizer(model, dataclasses.replace(c, lr_backbone=0.01)).param_groups
     assert [g['lr'] for g in groups] == [1e-3, 1e-5] and groups[0]['weight_decay'] == 1e-4
     assert len(groups[1]['params']) == len(list(model.backbone.parameters()))
@@ -1462,71 +1446,66 @@ def test_detr_photos():
             drawn = np.stack([x * 6, y * 4, (x + y) * 2])                   # (3, 30, 40) at last
             for split in ('train2017', 'val2017'):
                 Image.fromarray(drawn.transpose(1, 2, 0).astype(np.uint8)).save(path / split / name)
-        plan = train.plan(1)
-        for flip, window, size in ((False, (0, 0, 1, 1), (40, 30)), (True, (0, 0, 1, 1), (40, 30)),
-                                   (False, (0.25, 0.2, 0.75, 0.8), (20, 18))):
-            plan.flip, plan.window, plan.size = flip, np.array(window), size
-            want = drawn[:, 6:24, 10:30] if size[0] == 20 else drawn
-            got = ((train.render(plan).numpy() * detr.STD + detr.MEAN) * 255).round()
-            assert (got == (want[:, :, ::-1] if flip else want)).all()
-        images = [train.render(train.plan(row)) for row in (0, 1)]
-        batch, mask, _ = detr.collate([], images, 'cpu')
+        empty, plan = train.plan(0), train.plan(1)
+        batch, mask, _ = detr.collate([], [train.render(empty), train.render(plan)], 'cpu')
         assert batch.shape == (2, 3, 50, 40) and not batch[0, :, :, 25:].any()
         assert mask[0, :, 25:].all() and not mask[0, :, :25].any() and mask[1].sum() == 20 * 40
-        code, out, err, result = run(*tiny(detr, path, '--data', path, '--random-tokens', 4),
-                                     script=detr)
+        for plan.flip in (False, True):
+            for window, size in ((0, 0, 1, 1), (40, 30)), ((0.25, 0.2, 0.75, 0.8), (20, 18)):
+                plan.window, plan.size = np.array(window), size
+                want = drawn[:, 6:24, 10:30] if size[0] == 20 else drawn
+                got = ((train.render(plan).numpy() * detr.STD + detr.MEAN) * 255).round()
+                assert (got == (want[:, :, ::-1] if plan.flip else want)).all()
+        code, _, err, result = run(*tiny(detr, path, '--data', path, '--random-tokens', 4),
+                                   script=detr)
         assert code == 0 and 'APl' in result, err
 
 def test_detr_actions():
     """Train, look inside, find things in photos; the formulas as they are printed run, too."""
     with folder() as path:
-        code, out, err, result = run(
-            *tiny(detr, path, '--cross-attention', 'admm-vanilla', '--ridge', 1, '--positive',
-                  '--centre'), script=detr)
-        assert code == 0 and 'AP near 0' in out and 'AP50 at step' in out, err
+        printed = ['--cross-attention', 'admm-printed', '--self-attention', 'admm-vanilla-printed']
+        for flags in (printed, ['--cross-attention', 'admm-vanilla', '--ridge', 1]):
+            code, out, err, result = run(*tiny(detr, path, *flags), script=detr)
+            assert code == 0 and 'AP near 0' in out and 'AP50 at step' in out, err
         assert {'AP', 'APs', 'ARl'} <= set(result)
-        code, out, err, rows = run('inspect', '--out-dir', path / 'out', script=detr)
+        own = ['--out-dir', path / 'out']
+        code, _, err, rows = run('inspect', *own, script=detr)
         gaps = [row['gap'] for row in rows if row['attention'] == 'admm-vanilla']
         assert code == 0 and len(gaps) == 2 and all(0 <= gap < 1 for gap in gaps)
-        refuse(['--images'], 'detect', '--out-dir', path / 'out', script=detr)
-        code, out, err, _ = run(*tiny(detr, path, '--cross-attention', 'admm-printed',
-                                      '--self-attention', 'admm-vanilla-printed'), script=detr)
-        assert code == 0, err
+        refuse(['--images'], 'detect', *own, script=detr)
         if not importlib.util.find_spec('PIL'):
             return
         from PIL import Image
         Image.new('RGB', (90, 60), 'red').save(path / 'red.png')
         for action, count in ('detect', 1), ('inspect', 4):
-            code, out, err, found = run(action, '--images', path / 'red.png', '--threshold', 0,
-                                        '--out-dir', path / 'out', script=detr)
+            code, _, err, found = run(action, '--images', path / 'red.png', '--threshold', 0, *own,
+                                      script=detr)
             assert code == 0 and len(found) == count, err
-        refuse(['log.csv'], 'detect', '--images', result['folder'] / 'log.csv',
-               '--out-dir', path / 'out', script=detr)
+        log = result['folder'] / 'log.csv'
+        refuse(['log.csv'], 'detect', '--images', log, *own, script=detr)
 
 def test_detr_init():
     """--init takes DETR's layout, COCO's classes by their ids, torchvision's backbone, our own."""
+    data = types.SimpleNamespace(ids=[1, 3, 90], classes=['person', 'car', 'toothbrush'])
+    def load(net, state):
+        torch.save(state, path / 'some.pth')
+        with contextlib.redirect_stdout(io.StringIO()):
+            detr.load_weights(net, path / 'some.pth', data)
+        return net
     with folder() as path:
         plain = detr.DETR(detr_config(cross_attention='softmax'))
         state = {key: p + 1 for key, p in plain.state_dict().items()}
-        torch.save(dict(model=state), path / 'whole.pth')
-        code, out, err, _ = run(*tiny(detr, path, '--init', path / 'whole.pth', '--max-iters', 0),
-                                script=detr)
-        saved = torch.load(next((path / 'out').rglob('ckpt.pt')), weights_only=True)['model']
-        assert code == 0 and all((p == state[key]).all() for key, p in saved.items()), err
+        assert same(load(plain, dict(model=state)).state_dict(), state)
         head = torch.arange(92.0)
         state.update({'class_embed.bias': head, 'class_embed.weight': head[:, None].repeat(1, 16)})
-        torch.save(dict(model=state), path / 'coco.pth')
-        data = types.SimpleNamespace(ids=[1, 3, 90], classes=['person', 'car', 'toothbrush'])
-        with contextlib.redirect_stdout(io.StringIO()):
-            detr.load_weights(plain, path / 'coco.pth', data)
-        assert plain.class_embed.bias.tolist() == [1, 3, 90, 91]
+        assert load(plain, dict(model=state)).class_embed.bias.tolist() == [1, 3, 90, 91]
         body = {key: p + 2 for key, p in detr.ResNet50().state_dict().items()}
-        body.update({'fc.weight': torch.zeros(2, 2), 'bn1.num_batches_tracked': torch.tensor(1)})
-        torch.save(body, path / 'resnet50.pth')
-        net = detr.DETR(detr_config(backbone='resnet50'))
-        with contextlib.redirect_stdout(io.StringIO()):
-            detr.load_weights(net, path / 'resnet50.pth', data)
-        close(net.backbone[0]['body'].layer3[2].bn2.bias, body['layer3.2.bn2.bias'], 0)
+        net = load(detr.DETR(detr_config(backbone='resnet50')), {**body, 'fc.weight': head})
+        assert same(net.backbone[0]['body'].state_dict(), body)
+        code, out, err, _ = run(*tiny(detr, path, '--init', path / 'some.pth', '--max-iters', 0,
+                                      '--backbone', 'resnet50'), script=detr)
+        saved = checkpoint(path / 'out')['model']['backbone.0.body.layer3.2.bn2.bias']
+        assert code == 0 and torch.equal(saved, body['layer3.2.bn2.bias']), err
         torch.save(dict(model={'x': torch.zeros(1)}), path / 'other.pth')
         for name in ('missing.pth', 'other.pth'):
             refuse([name], *tiny(detr, path, '--init', path / name), script=detr)
@@ -1543,11 +1522,14 @@ def test_detr_mistakes():
 def test_detr_facts_of_the_paper():
     """Rows of its two tables, the recipe: 300 epochs of 118,287 photos, 32 at a time, the last 100
     at a tenth of the rate; 100 queries, weights of the losses 1, 5, 2, no-object 0.1."""
-    one, two = detr.TABLES['1'], detr.TABLES['2']
-    kinds = [(row['self_attention'], row['cross_attention']) for row in [*one.values(), *two.values()]]
-    assert kinds == [('softmax', 'softmax'), ('no-weights', 'softmax'), ('softmax', 'no-weights'),
-                     ('admm', 'softmax'), ('softmax', 'admm'), ('softmax', 'l2'),
-                     ('admm-vanilla', 'softmax'), ('admm', 'softmax')]
+    rows = [*detr.TABLES['1'].values(), *detr.TABLES['2'].values()]
+    kinds = [f'{row["self_attention"]} {row["cross_attention"]}' for row in rows]
+    assert kinds == ['softmax softmax', 'no-weights softmax', 'softmax no-weights', 'admm softmax',
+                     'softmax admm', 'softmax l2', 'admm-vanilla softmax', 'admm softmax']
+    assert all(row.items() >= detr.OA.items() for row in rows[3:])
+    assert detr.OA == dict(ridge=0, positive=False, centre=False, power=5)
+    c = detr.Config()
+    assert (c.ridge, c.positive, c.centre, c.random_tokens) == (3, True, True, None)
     c = detr.Config(**detr.PRESETS['paper'])
     epoch = 118287 // 32
     assert (c.max_iters, c.warmdown_iters, c.units_per_step) == (300 * epoch, 100 * epoch, 32)
@@ -1555,12 +1537,6 @@ def test_detr_facts_of_the_paper():
     assert (c.bbox_loss_coef, c.giou_loss_coef, c.eos_coef, c.num_queries) == (5, 2, 0.1, 100)
     assert (c.grad_clip, c.power, c.enc_layers, c.dec_layers) == (0.1, 5, 6, 6)
     assert detr.schedule(200 * epoch - 1, c) == 1 and detr.schedule(200 * epoch, c) == 0.1
-    c = detr.Config()
-    off = (c.ridge, c.positive, c.centre, c.random_tokens)
-    assert off == (3, True, True, None) and c.cross_attention == 'admm'
-    assert detr.OA == dict(ridge=0, positive=False, centre=False, power=5)
-    assert all(row.items() >= detr.OA.items() for rows in (detr.TABLES['1'], detr.TABLES['2'])
-               for row in rows.values() if not {*row.values()} <= {'softmax', 'no-weights'})
 
 # ------------------------------------ mask_distill.py ------------------------------------
 MASKS = ['all', 'last5', 'windows', 'first-all', 'window:3', 'window:3+sinks:2', 'sinks:2',
