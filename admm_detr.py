@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 value); no output projection (--out-proj), no dropout of x; heads without weights are slices of the
 channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-938 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-918 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: ResNet-50, photos, average precision, pictures, comparisons.
 """
 import argparse
@@ -149,11 +149,6 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
             x = w + (q - w @ k) @ P  # the same: ridge regression of what w leaves over
         v = torch.add(v, x - z, alpha=relax)                                # x + u if relax is 1
     return shrink(v) * unit
-
-def objective(x, q, k, penalty, e=0.0):
-    """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
-    left = (q - x @ k).square().sum(-1)
-    return left + (penalty * x.abs() + e * x.square()).sum(-1)
 
 SIGMA = 1e-4  # [choice] what OA calls small: the jitter on K^T K
 
@@ -589,16 +584,13 @@ def corners(boxes):
 
 def generalised_iou(a, b):
     """Of boxes (..., 4), corners, as they broadcast: IoU less the empty share of their hull."""
-    def area(low, high):
-        return (high - low).clamp_min(0).prod(-1)
-
+    area = lambda low, high: (high - low).clamp_min(0).prod(-1)
     a0, a1 = a.chunk(2, -1)
     b0, b1 = b.chunk(2, -1)
     both = area(torch.maximum(a0, b0), torch.minimum(a1, b1))
     union = area(a0, a1) + area(b0, b1) - both
     hull = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
-    tiny = torch.finfo(a.dtype).tiny
-    return both / union.clamp_min(tiny) - (hull - union) / hull.clamp_min(tiny)
+    return both / union.clamp_min(1e-30) - (hull - union) / hull.clamp_min(1e-30)
 
 def norms(counts, c):
     """What the sums of losses are divided by, of images with that many objects each: the sum of
@@ -647,11 +639,8 @@ def set_losses(outputs, targets, c, weights, count):
     weight = torch.where(wanted == nothing, c.eos_coef, 1.0)
     entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
     mine, truth = boxes[layer, image, query], truth[thing]                  # (pairs, 4)
-
-    def mean(x):
-        """x (pairs,) -> its sum in each layer (L,), for each object."""
-        return x.new_zeros(len(layers)).index_add(0, layer, x) / count
-
+    # x (pairs,) -> its sum in each layer (L,), for each object
+    mean = lambda x: x.new_zeros(len(layers)).index_add(0, layer, x) / count
     return {'class': (weight * entropy).sum((1, 2)) / weights,
             'bbox': mean((mine - truth).abs().sum(-1)),
             'giou': mean(1 - generalised_iou(corners(mine), corners(truth))),
@@ -664,8 +653,7 @@ def total(losses, c):
 @torch.no_grad()
 def post_process(outputs, sizes):
     """Outputs and the (height, width) of each image -> for each image a list of (score, label,
-    [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest:
-    no threshold, and no suppression of neighbours."""
+    [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest."""
     scores, labels = wide(outputs['pred_logits']).softmax(-1)[..., :-1].max(-1)
     boxes = corners(wide(outputs['pred_boxes']))                            # (B, Q, 4)
     results = []
@@ -766,14 +754,6 @@ def get_batch(data, c, step, micro, device):
 def loss_of(model, batch, c):
     images, mask, targets, weights, count = batch
     return total(set_losses(model(images, mask), targets, c, weights, count), c)
-
-def ground_truth(plans, ids):
-    """What is in the images of these plans, in COCO's json form."""
-    notes = []
-    for plan in plans:
-        notes += plan.notes
-    return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
-                categories=[dict(id=i) for i in ids])
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
@@ -1027,6 +1007,14 @@ def match(cost):
     except ImportError:
         return assign(cost)
 
+def ground_truth(plans, ids):
+    """What is in the images of these plans, in COCO's json form."""
+    notes = []
+    for plan in plans:
+        notes += plan.notes
+    return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
+                categories=[dict(id=i) for i in ids])
+
 IOUS = np.linspace(0.5, 0.95, 10)
 AREAS = np.array([[0, 1e10], [0, 32 ** 2], [32 ** 2, 96 ** 2], [96 ** 2, 1e10]])
 
@@ -1160,8 +1148,6 @@ class Shapes:
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
-
-
 def scaled(n, image_size):
     """DETR's sizes are for an image_size of 800; others are in proportion."""
     return max(1, round(n * image_size / 800))
@@ -1195,17 +1181,13 @@ class CocoFolder:
     def __len__(self):
         return len(self.images)
 
-
-
     def plan(self, row, rng=None):
         """What becomes of a row, with a generator DETR's random flip, crop and size: size (width,
         height), window (x0 y0 x1 y1, shares of the photo) and flip for render; labels and boxes
         without crowds and what is cut off."""
         image = self.images[row]
         whole = w, h = image['width'], image['height']
-        side = self.image_size
-        window = np.array([0, 0, 1, 1])
-        flip = False
+        side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
         if rng is not None:
             flip = rng.random() < 0.5
             side = scaled(32 * rng.integers(15, 26), self.image_size)       # 480, 512, ..., 800
@@ -1243,7 +1225,7 @@ def read_photo(path, upright=False):
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        fail('photos want `pip install pillow`')
+        raise ImportError('photos want `pip install pillow`')
     photo = Image.open(path)
     return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
 
@@ -1314,8 +1296,7 @@ def draw_images(path, grid, c):
     print(f'picture {path}')
 
 def class_name(c, label):
-    names = c.classes.split(',')
-    return names[label] if label < len(names) else '?'
+    return [*c.classes.split(','), *['?'] * c.num_classes][label]
 
 def pixels_of(image):
     """Normalised (3, H, W) -> (H, W, 3), 0 to 1."""
@@ -1369,6 +1350,11 @@ def detect(c):
         picture = Path(c.out_dir, SCRIPT, f'{Path(path).stem}-found.png')
         draw_images(picture, [[(np.asarray(photo), found)]], c)
     return answers
+
+def objective(x, q, k, penalty, e=0.0):
+    """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
+    left = (q - x @ k).square().sum(-1)
+    return left + (penalty * x.abs() + e * x.square()).sum(-1)
 
 def solver_gap(q, k, own, c):
     """Mean of f / f* - 1 for the solver's f of [OA Eq. 2] and the f* of 2000 iterations in float64,
