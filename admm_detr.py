@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 value); no output projection (--out-proj), no dropout of x; heads without weights are slices of the
 channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-918 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-917 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: ResNet-50, photos, average precision, pictures, comparisons.
 """
 import argparse
@@ -669,10 +669,9 @@ STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 def load_data(c):
     """train and val, Shapes or CocoFolder, and the plans of the images to judge by.
 
-    Either has plan(row, rng), what an image shows, and render(plan), its pixels: so every process
-    counts the objects of a whole step, and only who trains on an image draws or reads it. A plan
-    has labels (n,), boxes (n, 4), centre and size in fractions of the image, image_id, original
-    (height, width) and notes, all that is there in COCO's json form.
+    A plan says what an image shows, so that every process can count the objects of a whole step:
+    labels (n,), boxes (n, 4), centre and size in fractions of the image, notes, the same in COCO's
+    json form, original (height, width). render(plan) draws or reads its pixels.
     """
     if c.data == 'builtin':
         train, val = Shapes(10 ** 6, c.image_size), Shapes(200, c.image_size)
@@ -774,7 +773,7 @@ def evaluate(model, data, c, device):
                 if label < len(ids):  # there may be more in the model
                     found.append(dict(image_id=plan.image_id, category_id=ids[label], score=score,
                                       bbox=[x0, y0, x1 - x0, y1 - y0]))
-    coco = coco_ap(ground_truth(data.plans, ids), found)
+    coco = coco_ap(truth_of(data.plans, ids), found)
     data.coco = {name: x if x >= 0 else math.nan for name, x in coco.items()}
     figures = dict(zip(('val_loss', 'paired', 'l1', 'giou'), sums.tolist()))
     return dict(figures, AP=data.coco['AP'], AP50=data.coco['AP50'])
@@ -1007,7 +1006,7 @@ def match(cost):
     except ImportError:
         return assign(cost)
 
-def ground_truth(plans, ids):
+def truth_of(plans, ids):
     """What is in the images of these plans, in COCO's json form."""
     notes = []
     for plan in plans:
