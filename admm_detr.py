@@ -40,8 +40,8 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 value); no output projection (--out-proj), no dropout of x; heads without weights are slices of the
 channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-917 are the paper: method, configuration, model, losses, data, training. What follows is
-tools: ResNet-50, photos, average precision, pictures, comparisons.
+Lines 1-915 are the paper: method, configuration, model, losses, data, training. What follows is
+tools: ResNet-50, average precision, drawings, photos, pictures, comparisons.
 """
 import argparse
 import ast
@@ -707,11 +707,9 @@ def make_model(c, data):
 
 def make_optimizer(model, c):
     """AdamW on everything, as DETR has it; the backbone has a rate of its own."""
-    backbone, rest = [], []
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            group = backbone if name.startswith('backbone') else rest
-            group.append(p)
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    backbone = [p for name, p in learned if name.startswith('backbone')]
+    rest = [p for name, p in learned if not name.startswith('backbone')]
     groups = [dict(params=rest, lr=c.learning_rate),
               dict(params=backbone, lr=c.learning_rate * c.lr_backbone)]
     return torch.optim.AdamW(groups, weight_decay=c.weight_decay)
