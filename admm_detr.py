@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 value); no output projection (--out-proj), no dropout of x; heads without weights are slices of the
 channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-915 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-916 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: ResNet-50, average precision, drawings, photos, pictures, comparisons.
 """
 import argparse
@@ -332,7 +332,8 @@ class Config:
             fail(f'--hidden-dim {self.hidden_dim}: wants a multiple of 4 and of --nheads')
         if not (0 < self.sparsity <= 1 and self.rho > 0 and self.ridge >= 0 and 0 < self.relax < 2):
             fail('wanted: 0 < --sparsity <= 1, --rho > 0, --ridge >= 0, 0 < --relax < 2')
-
+        if 'printed' in self.variant and self.iterations > 20:
+            fail('--iterations: printed formulas double their state in each; 20 at most')
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
 

@@ -1513,7 +1513,8 @@ def test_detr_mistakes():
             (['--dict', 'value'], '--dict', 'query'), (['--power', '5'], '--power', 2),
             (['--sparsity'], '--sparsity', 0), (['--relax'], '--relax', 2),
             (['--ridge'], '--ridge', -1), (['--hidden-dim 64'], '--nheads', 5),
-            (['--stride'], '--stride', 7)):
+            (['--stride'], '--stride', 7),
+            (['20 at most'], '--cross-attention', 'admm-printed', '--iterations', 21)):
         refuse(words, *argv, script=detr)
 
 def test_detr_facts_of_the_paper():
