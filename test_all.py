@@ -1298,6 +1298,9 @@ def test_detr_ap():
     for places, want in ((0, 4), 51 / 101), ((4, 0), 1):  # of equal IoUs the last one counts
         truth = dict(images=[dict(id=1)], categories=[dict(id=1)], annotations=[*map(box, places)])
         assert abs(detr.coco_ap(truth, both)['AP50'] - want) < 1e-12
+    crowd = dict(box(0), bbox=[-50, -50, 100, 100], iscrowd=1)  # comes second, though it fits best
+    truth['annotations'] = [box(4), crowd]
+    assert detr.coco_ap(truth, both[:1])['AP50'] > 0.99
 
 def test_detr_shapes():
     """Boxes hug what is drawn; the same row is the same drawing; its own truth has AP 1."""
