@@ -36,12 +36,12 @@ steps, seed 1337, one CPU thread). Its problem is (2) made easier to learn throu
 term, x >= 0, tokens less their mean. As OA has it, the Lasso hardly learns in cross-attention.
 
 What OA leaves open: [choice] tokens with positions (DETR's keys) are solved over, those without
-(its values) are mixed, since solving and mixing over the same tokens nearly gives back the query
-(--dict value does); no output projection (--out-proj keeps it); no dropout of what is solved for;
-no weights means that heads are slices of the channels. Model and keys are facebookresearch/detr's.
+(its values) are mixed, since solving and mixing over the same nearly gives back the query (--dict
+value); no output projection (--out-proj), no dropout of x; heads without weights are slices of the
+channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-987 are the paper: method, configuration, model, losses, data, training. What follows is
-tools: ResNet-50, photos, average precision, pictures, comparisons.
+Lines 1-911 are the paper: method, configuration, model, losses, data, training. What follows is
+tools: ResNet-50, average precision, drawings, photos, pictures, comparisons.
 """
 import argparse
 import ast
@@ -87,7 +87,7 @@ def stream(name, *numbers):
 # ------------------------------------ the paper's method ------------------------------------
 # A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With `own`, queries and tokens are the same sequence.
-def without_own(x, own=True):
+def without_own(x, own):
     """x (..., Q, N), with `own` zero where a query meets itself."""
     if not own:
         return x
@@ -100,9 +100,9 @@ def scales(q, k, own=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
     At sparsity 1, lambda = 2 max |K q|, nothing is left of x; a rho or ridge of 1 is the mean
     eigenvalue of K^T K. So a solution changes with the lengths of q and k by a factor alone.
     """
-    products = q @ k.mT                                                     # (B, nh, Q, N)
+    products = without_own(q @ k.mT, own)                                   # (B, nh, Q, N)
     products = F.relu(products) if positive else products.abs()
-    largest = without_own(products, own).amax(-1, keepdim=True)
+    largest = products.amax(-1, keepdim=True)
     mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
     return 2 * sparsity * largest, (rho * mean).clamp_min(1e-8), ridge * mean
 
@@ -120,8 +120,8 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
     -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0, and so does, with `own`, the
-    query's own token: the proximal step under the constraint x_ii = 0 zeroes that entry, and ADMM
-    still converges. `vanilla` takes the N x N inverse: the same x up to rounding.  [OA Eq. 3]
+    query's own token: step (3b) under the constraint x_ii = 0 zeroes that entry. `vanilla` takes
+    the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho, e = scales(q, k, own, sparsity, rho, ridge, positive)
     unit = penalty / (2 * rho)                                              # (B, nh, Q, 1)
@@ -133,27 +133,22 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     else:
         P = regression(k, rho)
 
-    v = q.new_zeros(()).expand(*q.shape[:-1], k.size(-2))                   # (B, nh, Q, N)
-    for i in range(iterations + 1):
-        # (3b): argmin lambda |z|_1 + e ||z||^2 + rho ||z - v||^2
+    def shrink(v):  # (3b): argmin lambda |z|_1 + e ||z||^2 + rho ||z - v||^2
         z = F.relu(v - 1) if positive else F.softshrink(v, 1.0)
-        z = without_own(z / (1 + e / rho), own)
-        if i == iterations:
-            return z * unit
-        # (3c): the running sum of x - z, what the constraint x = z costs
-        u = v - z
-        # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
+        return without_own(z / (1 + e / rho), own)
+
+    v = q.new_zeros(*q.shape[:-1], k.size(-2))                              # (B, nh, Q, N)
+    for _ in range(iterations):
+        z = shrink(v)
+        u = v - z  # (3c): the running sum of x - z, what the constraint x = z costs
         w = z - u
+        # (3a): argmin ||q - x^T K||^2 + rho ||x - w||^2
         if vanilla:
             x = (products + rho * w) @ inverse
         else:
             x = w + (q - w @ k) @ P  # the same: ridge regression of what w leaves over
         v = torch.add(v, x - z, alpha=relax)                                # x + u if relax is 1
-
-def objective(x, q, k, penalty, e=0.0):
-    """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
-    left = (q - x @ k).square().sum(-1)
-    return left + (penalty * x.abs() + e * x.square()).sum(-1)
+    return shrink(v) * unit
 
 SIGMA = 1e-4  # [choice] what OA calls small: the jitter on K^T K
 
@@ -171,15 +166,14 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
         eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
         inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]              # (B, nh, N, N)
     else:
-        generator = torch.Generator().manual_seed(1)
-        jitter = torch.diag(SIGMA * torch.rand(k.size(-1), generator=generator))
-        D, X = torch.linalg.eigh(k.mT @ k + jitter.to(k))                   # (B, nh, hs)
-        Y = k @ X * D.rsqrt()[..., None, :]                                 # (B, nh, N, hs)
-        S = D.sqrt() + rho.squeeze(-1)
+        jitter = SIGMA * torch.rand(k.size(-1), generator=torch.Generator().manual_seed(1))
+        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))            # (B, nh, hs)
+        D = D.unsqueeze(-2)                                                 # (B, nh, 1, hs)
+        Y = k @ X / D.sqrt()                                                # (B, nh, N, hs)
     x = z = mu = torch.zeros_like(products)
     for _ in range(iterations):
-        r = products + rho * (x - z)
-        new = r @ inverse if vanilla else (r @ Y / S[..., None, :]) @ Y.mT  # (3a)
+        new = products + rho * (x - z)                                      # (3a)
+        new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
         new = without_own(new, own).clamp(-1, 1)                            # [choice] 1
         z = x - mu - (x - mu).clamp(-threshold, threshold)                  # (3b), x of before
         x, mu = new, mu + new - z                                           # (3c)
@@ -188,8 +182,7 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
 def sharpen(x, power=5):
     """x^5 / sum |x^5|, safely: rows of zeros stay, tiny ones fade to zero.  [OA Sec. 3]
 
-    Scaled by its largest entry first (the result does not change), x^5 neither underflows nor blows
-    the gradient up. Power 0 leaves x as it is.
+    Scaled by its largest entry first, x^5 neither underflows nor blows the gradient up.
     """
     if not power:
         return x
@@ -200,14 +193,13 @@ def sharpen(x, power=5):
 def dictionary(k, padding, c, random_tokens=0):
     """The tokens to solve over: zeros for padding, which get no weight; less their mean if
     --centre; after them tokens of N(0, 1), the same every time.  [OA Sec. 3]"""
-    real = torch.ones_like(k[:, :1, :, :1])                                 # (B, 1, N, 1)
-    if padding is not None:
-        hidden = padding[:, None, :, None]
-        real = real.masked_fill(hidden, 0)
-        k = k.masked_fill(hidden, 0)
+    if padding is None:
+        padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
+    hidden = padding[:, None, :, None]                                      # (B, 1, N, 1)
+    k = k.masked_fill(hidden, 0)
     if c.centre:
-        mean = k.sum(2, keepdim=True) / real.sum(2, keepdim=True)
-        k = (k - mean) * real
+        mean = k.sum(2, keepdim=True) / (~hidden).sum(2, keepdim=True)
+        k = (k - mean).masked_fill(hidden, 0)
     n = random_tokens if c.random_tokens is None else c.random_tokens
     extra = torch.randn(n, k.size(-1), generator=torch.Generator().manual_seed(0))
     extra = extra.to(k).expand(*k.shape[:2], -1, -1)                        # (B, nh, n, hs)
@@ -227,10 +219,9 @@ def l2(q, k, padding, own, c):
     P = regression(k, scales(q, k, rho=c.rho)[1])
     x = q @ P
     if own:  # the best x with x_ii = 0 moves along row i of rho (K K^T + rho I)^-1 = I - K P
-        eye = torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
-        row = eye - k[:, :, :N] @ P                                         # (B, nh, Q, N)
+        row = torch.eye(*x.shape[-2:], device=x.device) - k[:, :, :N] @ P   # (B, nh, Q, N)
         share = x.diagonal(0, -2, -1) / row.diagonal(0, -2, -1)             # (B, nh, Q)
-        x = without_own(x - share[..., None] * row)
+        x = without_own(x - share[..., None] * row, own)
     return sharpen(x, c.power)[..., :N]
 
 def admm(q, k, padding, own, c, vanilla=False):
@@ -342,8 +333,7 @@ class Config:
         if not (0 < self.sparsity <= 1 and self.rho > 0 and self.ridge >= 0 and 0 < self.relax < 2):
             fail('wanted: 0 < --sparsity <= 1, --rho > 0, --ridge >= 0, 0 < --relax < 2')
         if 'printed' in self.variant and self.iterations > 20:
-            fail(f'--iterations {self.iterations}: the printed formulas, which double their state '
-                 'in each, take 20 at most')
+            fail('--iterations: printed formulas double their state in each; 20 at most')
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
 
@@ -478,29 +468,27 @@ class SmallBackbone(nn.Sequential):
     channels = 96
 
     def __init__(self, stride):
-        layers = []
-        inside = 3
-        halvings = int(math.log2(stride))
-        for i in range(halvings + 1):
-            width = min(96, 32 * (i + 1))
-            step = 2 if i < halvings else 1
-            layers += [nn.Conv2d(inside, width, 3, step, 1, bias=False), nn.GroupNorm(8, width),
-                       nn.ReLU()]
-            inside = width
-        super().__init__(*layers)
+        super().__init__()
+        inside, width = 3, 32
+        while stride >= 1:
+            self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
+            self.append(nn.GroupNorm(8, width))
+            self.append(nn.ReLU())
+            inside, width = width, min(96, width + 32)
+            stride //= 2
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True where no image is -> (B, h w, channels), first those of y, then x.
 
     Sines and cosines, by turns, of the place in the image, 0 to 2 pi, at 1 to 1/10000 of that.
     """
-    rate = 10000 ** -(torch.arange(channels // 2, device=padding.device) // 2 * 4 / channels)
+    rate = 10000 ** -(torch.arange(channels // 4, device=padding.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
         place = (~padding).cumsum(axis, dtype=torch.float32)                # (B, h, w)
-        last = place.amax(axis, keepdim=True)
-        angle = (2 * math.pi * place / (last + 1e-6))[..., None] * rate     # (B, h, w, C / 2)
-        parts.append(torch.stack([angle[..., ::2].sin(), angle[..., 1::2].cos()], -1).flatten(3))
+        place = 2 * math.pi * place / (place.amax(axis, keepdim=True) + 1e-6)
+        angle = place[..., None] * rate                                     # (B, h, w, C / 4)
+        parts.append(torch.stack([angle.sin(), angle.cos()], -1).flatten(3))
     return torch.cat(parts, -1).flatten(1, 2)
 
 class MLP(nn.Module):
@@ -521,11 +509,11 @@ class DETR(nn.Module):
         self.config = c = config
         C = c.hidden_dim
         body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone(c.stride)
-        encoder = nn.ModuleDict(dict(
-            layers=nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))))
-        decoder = nn.ModuleDict(dict(
-            layers=nn.ModuleList(DecoderLayer(c) for _ in range(c.dec_layers)),
-            norm=nn.LayerNorm(C)))
+        encoder = nn.ModuleDict()
+        encoder['layers'] = nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))
+        decoder = nn.ModuleDict()
+        decoder['layers'] = nn.ModuleList(DecoderLayer(c) for _ in range(c.dec_layers))
+        decoder['norm'] = nn.LayerNorm(C)
         self.transformer = nn.ModuleDict(dict(encoder=encoder, decoder=decoder))
         self.class_embed = nn.Linear(C, c.num_classes + 1)
         self.bbox_embed = MLP(C, C, C, 4)
@@ -584,8 +572,9 @@ class DETR(nn.Module):
             outs.append(decoder.norm(x))
         x = torch.stack(outs).to(query_pos.dtype)                           # (L, B, Q, C)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16's boxes are off by pixels
-            both = zip(self.class_embed(x), self.bbox_embed(x).sigmoid())
-        *aux, last = [dict(pred_logits=logits, pred_boxes=boxes) for logits, boxes in both]
+            logits = self.class_embed(x)
+            boxes = self.bbox_embed(x).sigmoid()
+        *aux, last = [dict(pred_logits=a, pred_boxes=b) for a, b in zip(logits, boxes)]
         return dict(last, aux_outputs=aux)
 
 # ------------------------------------ matching and losses ------------------------------------
@@ -596,14 +585,13 @@ def corners(boxes):
 
 def generalised_iou(a, b):
     """Of boxes (..., 4), corners, as they broadcast: IoU less the empty share of their hull."""
+    area = lambda low, high: (high - low).clamp_min(0).prod(-1)
     a0, a1 = a.chunk(2, -1)
     b0, b1 = b.chunk(2, -1)
-    area = lambda low, high: (high - low).clamp_min(0).prod(-1)
-    tiny = torch.finfo(a.dtype).tiny
     both = area(torch.maximum(a0, b0), torch.minimum(a1, b1))
     union = area(a0, a1) + area(b0, b1) - both
     hull = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
-    return both / union.clamp_min(tiny) - (hull - union) / hull.clamp_min(tiny)
+    return both / union.clamp_min(1e-30) - (hull - union) / hull.clamp_min(1e-30)
 
 def norms(counts, c):
     """What the sums of losses are divided by, of images with that many objects each: the sum of
@@ -620,10 +608,11 @@ def pair_up(logits, boxes, targets, c):
     indices of layer, image, query and object, the last one counted through the batch.
     """
     labels, truth = (torch.cat(parts) for parts in zip(*targets))           # (T,), (T, 4)
-    cost = (c.bbox_loss_coef * (boxes[..., None, :] - truth).abs().sum(-1)
-            - logits.softmax(-1)[..., labels]
-            - c.giou_loss_coef * generalised_iou(corners(boxes)[..., None, :], corners(truth)))
-    cost = np.nan_to_num(cost.cpu().numpy())  # (L, B, Q, T); what is not finite shows in the loss
+    boxes = boxes.unsqueeze(-2)                                             # (L, B, Q, 1, 4)
+    distance = (boxes - truth).abs().sum(-1)                                # (L, B, Q, T)
+    giou = generalised_iou(corners(boxes), corners(truth))
+    cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - logits.softmax(-1)[..., labels]
+    cost = np.nan_to_num(cost.cpu().numpy())  # what is not finite shows in the loss
     pairs = []
     first = 0
     for image, (own, _) in enumerate(targets):
@@ -649,10 +638,9 @@ def set_losses(outputs, targets, c, weights, count):
     wanted = torch.full(logits.shape[:3], nothing, device=logits.device)    # (L, B, Q)
     wanted[layer, image, query] = labels[thing]
     weight = torch.where(wanted == nothing, c.eos_coef, 1.0)
-    entropy = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), reduction='none')
-    entropy = entropy.view_as(weight)
+    entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
     mine, truth = boxes[layer, image, query], truth[thing]                  # (pairs, 4)
-    # x (pairs) -> its sum in each layer (L,), for each object
+    # x (pairs,) -> its sum in each layer (L,), for each object
     mean = lambda x: x.new_zeros(len(layers)).index_add(0, layer, x) / count
     return {'class': (weight * entropy).sum((1, 2)) / weights,
             'bbox': mean((mine - truth).abs().sum(-1)),
@@ -660,95 +648,35 @@ def set_losses(outputs, targets, c, weights, count):
             'paired': mean(entropy[layer, image, query])}
 
 def total(losses, c):
-    each = (losses['class'] + c.bbox_loss_coef * losses['bbox']
-            + c.giou_loss_coef * losses['giou'])
-    return each.sum()
+    boxes = c.bbox_loss_coef * losses['bbox'] + c.giou_loss_coef * losses['giou']
+    return (losses['class'] + boxes).sum()
 
 @torch.no_grad()
 def post_process(outputs, sizes):
     """Outputs and the (height, width) of each image -> for each image a list of (score, label,
-    [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest:
-    no threshold, and no suppression of neighbours."""
+    [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest."""
     scores, labels = wide(outputs['pred_logits']).softmax(-1)[..., :-1].max(-1)
-    size = torch.as_tensor(sizes, device=labels.device).flip(-1).repeat(1, 2)[:, None]
-    boxes = corners(wide(outputs['pred_boxes'])) * size                     # (B, Q, 4)
-    return [list(zip(*found)) for found in zip(scores.tolist(), labels.tolist(), boxes.tolist())]
+    boxes = corners(wide(outputs['pred_boxes']))                            # (B, Q, 4)
+    results = []
+    for i, (h, w) in enumerate(sizes):
+        pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
+        results.append(list(zip(scores[i].tolist(), labels[i].tolist(), pixels.tolist())))
+    return results
 
 # ------------------------------------ data ------------------------------------
-# Data has plan(row, rng), what an image shows, and render(plan), its pixels: so every process can
-# count the objects of a whole step, and only who trains on an image draws or reads it.
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
-class Shapes:
-    """Drawings of one to four shapes, with boxes. They need no files and no network."""
-    classes = ['rectangle', 'disc', 'triangle']
-    ids = [1, 2, 3]
-
-    def __init__(self, n, side):
-        self.n = n
-        self.side = side
-
-    def __len__(self):
-        return self.n
-
-    def overlap(self, a, b):
-        """Whether 15 % of the smaller one of two boxes, or more, is in both."""
-        sides = np.clip((a[2:] + b[2:]) / 2 - abs(a[:2] - b[:2]), 0, None)
-        return sides.prod() >= 0.15 * min(a[2:].prod(), b[2:].prod())
-
-    def plan(self, row, rng=None):
-        """A fresh drawing or, without a generator, the validation drawing of that row. boxes
-        (n, 4): centre and size in fractions of the image."""
-        rng = rng or stream('validation', row)
-        boxes = []
-        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
-            for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):
-                box = np.concatenate([centre, size])
-                if not any(self.overlap(box, other) for other in boxes):
-                    boxes.append(box)
-                    break
-        labels = torch.from_numpy(rng.integers(3, size=len(boxes)))
-        size = (self.side, self.side)
-        return SimpleNamespace(row=row, image_id=row + 1, original=size, labels=labels,
-                               boxes=torch.tensor(np.array(boxes), dtype=torch.float32),
-                               noise=int(rng.integers(2 ** 32)))
-
-    def render(self, plan):
-        """-> (3, H, W) float32, normalised."""
-        rng = stream('pixels', plan.noise)
-        grid = (np.arange(self.side, dtype=np.float32) + 0.5) / self.side
-        image = np.full((3, self.side, self.side), rng.uniform(0.2, 0.6), np.float32)  # grey
-        for label, (cx, cy, w, h) in zip(plan.labels.tolist(), plan.boxes.tolist()):
-            x = (grid - cx) / w + 0.5                                       # 0 to 1 in the box
-            y = ((grid - cy) / h + 0.5)[:, None]
-            ink = rng.permutation([0.1, rng.random(), 0.9])
-            top = rng.uniform(0.2, 0.8)
-            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
-            if label == 1:
-                inside = (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25
-            elif label == 2:
-                inside &= (x >= top * (1 - y)) & (x <= 1 - (1 - top) * (1 - y))
-            image[:, inside] = ink[:, None]
-        image += 0.04 * rng.standard_normal(image.shape, np.float32)
-        return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
-
-    def truth(self, plans):
-        """What is in the images of these plans, in COCO's json form."""
-        notes = []
-        for plan in plans:
-            for label, (cx, cy, w, h) in zip(plan.labels.tolist(), plan.boxes.tolist()):
-                box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
-                notes.append(dict(image_id=plan.image_id, category_id=self.ids[label], bbox=box))
-        return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
-                    categories=[dict(id=i) for i in self.ids])
-
 def load_data(c):
-    """train and val, Shapes or CocoFolder, and the plans of the images to judge by."""
+    """train and val, Shapes or CocoFolder, and the plans of the images to judge by.
+
+    A plan says what an image shows, so that every process can count the objects of a whole step:
+    labels (n,), boxes (n, 4), centre and size in fractions of the image, notes, the same in COCO's
+    json form, original (height, width). render(plan) draws or reads its pixels.
+    """
     if c.data == 'builtin':
         train, val = Shapes(10 ** 6, c.image_size), Shapes(200, c.image_size)
-        about = ('drawn shapes, new ones every step; expect AP near 0 for the first 500 steps or '
-                 'more')
+        about = 'drawn shapes, always new; expect AP near 0 for the first 500 steps or more'
     else:
         folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
         if not folder.is_dir():
@@ -770,7 +698,8 @@ def make_model(c, data):
     """A model on the CPU. Its config has what the data decide; without data, c has that already."""
     if data:
         names = [name.replace(',', ' ') for name in data.train.classes]
-        c = replace(c, classes=','.join(names), class_ids=','.join(map(str, data.train.ids)),
+        ids = [str(i) for i in data.train.ids]
+        c = replace(c, classes=','.join(names), class_ids=','.join(ids),
                     num_classes=max(c.num_classes, len(names)))
     model = DETR(c)
     if c.init and data:
@@ -779,11 +708,9 @@ def make_model(c, data):
 
 def make_optimizer(model, c):
     """AdamW on everything, as DETR has it; the backbone has a rate of its own."""
-    backbone, rest = [], []
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            group = backbone if name.startswith('backbone') else rest
-            group.append(p)
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    backbone = [p for name, p in learned if name.startswith('backbone')]
+    rest = [p for name, p in learned if not name.startswith('backbone')]
     groups = [dict(params=rest, lr=c.learning_rate),
               dict(params=backbone, lr=c.learning_rate * c.lr_backbone)]
     return torch.optim.AdamW(groups, weight_decay=c.weight_decay)
@@ -792,13 +719,13 @@ def collate(plans, images, device):
     """Images (B, 3, H, W), zeros at right and bottom, mask (B, H, W) True there, or None where
     nothing is padded, and targets, (labels, boxes) of each image."""
     images = list(images)
-    H = max(x.size(1) for x in images)
-    W = max(x.size(2) for x in images)
+    _, H, W = np.max([x.shape for x in images], axis=0)
     batch = torch.zeros(len(images), 3, H, W)
     mask = torch.ones(len(images), H, W, dtype=torch.bool)
     for i, x in enumerate(images):
-        batch[i, :, :x.size(1), :x.size(2)] = x
-        mask[i, :x.size(1), :x.size(2)] = False
+        _, h, w = x.shape
+        batch[i, :, :h, :w] = x
+        mask[i, :h, :w] = False
     targets = [(plan.labels.to(device), plan.boxes.to(device)) for plan in plans]
     return batch.to(device), mask.to(device) if mask.any() else None, targets
 
@@ -818,9 +745,9 @@ def get_batch(data, c, step, micro, device):
         plans.append(data.train.plan(row, stream('train', c.seed, step, i)))
     weights, count = norms([len(plan.labels) for plan in plans], c)
     plans = plans[micro * c.batch_size:][:c.batch_size][RANK::WORLD]
-    images = data.painter.map(data.train.render, plans)
+    images, mask, targets = collate(plans, data.painter.map(data.train.render, plans), device)
     parts = c.grad_accum_steps * WORLD
-    return *collate(plans, images, device), weights / parts, count / parts
+    return images, mask, targets, weights / parts, count / parts
 
 def loss_of(model, batch, c):
     images, mask, targets, weights, count = batch
@@ -831,6 +758,7 @@ def evaluate(model, data, c, device):
     """On validation images: loss; of paired queries cross-entropy, L1 distance and 1 - GIoU; AP."""
     weights, count = norms([len(plan.labels) for plan in data.plans], c)
     sums = torch.zeros(4, device=device)
+    ids = data.val.ids
     found = []
     for i in range(0, len(data.plans), c.batch_size):
         plans = data.plans[i:i + c.batch_size]
@@ -841,17 +769,13 @@ def evaluate(model, data, c, device):
         sums += torch.stack([total(losses, c), *last])
         for plan, own in zip(plans, post_process(outputs, [plan.original for plan in plans])):
             for score, label, (x0, y0, x1, y1) in own:
-                if label < len(data.val.ids):
-                    box = [x0, y0, x1 - x0, y1 - y0]
-                    found.append(dict(image_id=plan.image_id, category_id=data.val.ids[label],
-                                      score=score, bbox=box))
-    loss, paired, l1, giou = sums.tolist()
-    if not math.isfinite(loss):
-        found = []
-    coco = coco_ap(data.val.truth(data.plans), found)
+                if label < len(ids):  # there may be more in the model
+                    found.append(dict(image_id=plan.image_id, category_id=ids[label], score=score,
+                                      bbox=[x0, y0, x1 - x0, y1 - y0]))
+    coco = coco_ap(truth_of(data.plans, ids), found)
     data.coco = {name: x if x >= 0 else math.nan for name, x in coco.items()}
-    return dict(val_loss=loss, paired=paired, l1=l1, giou=giou, AP=data.coco['AP'],
-                AP50=data.coco['AP50'])
+    figures = dict(zip(('val_loss', 'paired', 'l1', 'giou'), sums.tolist()))
+    return dict(figures, AP=data.coco['AP'], AP50=data.coco['AP50'])
 
 def finish(model, data, c, device, folder):
     """COCO's twelve numbers, of the evaluation just made."""
@@ -1000,7 +924,7 @@ class FrozenBatchNorm2d(nn.Module):
         return (x * scale[:, None, None] + bias[:, None, None]).to(x.dtype)
 
 class Bottleneck(nn.Module):
-    def __init__(self, inside, width, stride=1):
+    def __init__(self, inside, width, stride):
         super().__init__()
         outside = 4 * width
         self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
@@ -1025,61 +949,64 @@ class ResNet50(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = FrozenBatchNorm2d(64)
-        stages = (64, 64, 1, 3), (256, 128, 2, 4), (512, 256, 2, 6), (1024, 512, 2, 3)
-        for i, (inside, width, stride, blocks) in enumerate(stages, 1):
-            rest = [Bottleneck(4 * width, width) for _ in range(blocks - 1)]
-            self.add_module(f'layer{i}', nn.Sequential(Bottleneck(inside, width, stride), *rest))
-        for p in [*self.conv1.parameters(), *self.layer1.parameters()]:
-            p.requires_grad_(False)
+        inside = 64
+        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
+            stage = nn.Sequential()
+            for j in range(blocks):
+                stage.append(Bottleneck(inside, width, stride=2 if i > 1 and j == 0 else 1))
+                inside = 4 * width
+            self.add_module(f'layer{i}', stage)
+        self.conv1.requires_grad_(False)
+        self.layer1.requires_grad_(False)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
         return self.layer4(self.layer3(self.layer2(self.layer1(x))))
 
 def assign(cost):
-    """The assignment of least total cost, (n, m), n <= m -> rows, columns.
-
-    One row after the other enters: Dijkstra's algorithm, on the reduced costs cost - u - v >= 0,
-    finds the cheapest chain of changes that ends in a free column.
-    """
+    """The assignment of least total cost (n, m), n <= m -> rows, columns. One row after the other
+    enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
     n, m = cost.shape
     if n > m:
         columns, rows = assign(cost.T)
         order = rows.argsort()
         return rows[order], columns[order]
-    u, v = np.zeros(n), np.zeros(m + 1)
-    owner = np.full(m + 1, -1)  # the last column is where a new row stands
+    tiny = 1e-13 * np.abs(cost).max(initial=0)
+    owner = np.full(m, -1)
     for row in range(n):
-        owner[m] = row
-        length, before, done = np.full(m + 1, np.inf), np.full(m + 1, m), np.zeros(m + 1, bool)
-        j, shortest = m, 0.0
-        while owner[j] >= 0:  # the nearest column leads to its owner's, until it has none
-            done[j] = True
-            through = shortest + cost[owner[j]] - u[owner[j]] - v[:m]
-            closer = np.append(~done[:m] & (through < length[:m]), False)
-            length[closer] = through[closer[:m]]
-            before[closer] = j
-            j = np.where(done, np.inf, length).argmin()
-            shortest = length[j]
-        length[m] = 0.0
-        slack = shortest - length[done]
-        v[done] -= slack
-        u[owner[done]] += slack
-        while j != m:
+        length = cost[row].astype(float)  # of chains that end in each column
+        before = np.full(m, -1)
+        changed = True
+        while changed:
+            changed = False
+            for j in np.flatnonzero(owner >= 0):  # its owner may change to another column
+                through = length[j] - cost[owner[j], j] + cost[owner[j]]
+                closer = through < length - tiny
+                length[closer] = through[closer]
+                before[closer] = j
+                changed = changed or closer.any()
+        j = np.where(owner < 0, length, np.inf).argmin()
+        while before[j] >= 0:
             owner[j] = owner[before[j]]
             j = before[j]
-    return np.arange(n), owner[:m].argsort()[m - n:]
+        owner[j] = row
+    return np.arange(n), owner.argsort()[m - n:]
 
 def match(cost):
-    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs, rows ascending.
-
-    scipy, where it is installed, is some 20 times faster than `assign`.
-    """
+    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs, rows ascending."""
     try:
-        from scipy.optimize import linear_sum_assignment
+        from scipy.optimize import linear_sum_assignment  # some 20 times faster
+        return linear_sum_assignment(cost)
     except ImportError:
-        return assign(np.asarray(cost, dtype=np.float64))
-    return linear_sum_assignment(cost)
+        return assign(cost)
+
+def truth_of(plans, ids):
+    """What is in the images of these plans, in COCO's json form."""
+    notes = []
+    for plan in plans:
+        notes += plan.notes
+    return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
+                categories=[dict(id=i) for i in ids])
 
 IOUS = np.linspace(0.5, 0.95, 10)
 AREAS = np.array([[0, 1e10], [0, 32 ** 2], [32 ** 2, 96 ** 2], [96 ** 2, 1e10]])
@@ -1091,25 +1018,28 @@ def coco_ap(ground_truth, detections):
     iscrowd); detections: (image_id, category_id, bbox, score). Boxes are x, y, width, height in
     pixels. The result is pycocotools' own, but that an annotation with id 0 may be found as well.
     """
-    images = sorted(x['id'] for x in ground_truth['images'])
-    classes = sorted(x['id'] for x in ground_truth['categories'])
     truth, found = defaultdict(list), defaultdict(list)
     for x in ground_truth['annotations']:
         truth[x['category_id'], x['image_id']].append(x)
     for x in detections:
         found[x['category_id'], x['image_id']].append(x)
+    images = sorted(x['id'] for x in ground_truth['images'])
+    classes = sorted(x['id'] for x in ground_truth['categories'])
     precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
     recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
     for k, c in enumerate(classes):
         judged = [judge(truth[c, i], found[c, i]) for i in images if truth[c, i] or found[c, i]]
-        wanted = sum(n for *_, n in judged)                                 # (areas,)
-        for m, most in enumerate((1, 10, 100) if judged else ()):
-            parts = zip(*[(s[:most], h[..., :most], i[..., :most]) for s, h, i, _ in judged])
-            scores, hit, ignored = [np.concatenate(part, -1) for part in parts]
-            order = np.argsort(-scores, kind='stable')
-            hit, counts = hit[..., order], ~ignored[..., order]             # (areas, IoUs, D)
-            tp = np.cumsum(hit & counts, -1, dtype=float)
-            fp = np.cumsum(~hit & counts, -1, dtype=float)
+        if not judged:
+            continue
+        *parts, wanted = zip(*judged)
+        rank, scores, hit, ignored = [np.concatenate(part, -1) for part in parts]
+        wanted = sum(wanted)                                                # (areas,)
+        order = np.argsort(-scores, kind='stable')
+        for m, most in enumerate((1, 10, 100)):
+            best = order[rank[order] < most]
+            counts = ~ignored[..., best]                                    # (areas, IoUs, D)
+            tp = np.cumsum(hit[..., best] & counts, -1, dtype=float)
+            fp = np.cumsum(~hit[..., best] & counts, -1, dtype=float)
             for a in np.flatnonzero(wanted):
                 share = tp[a] / wanted[a]
                 recall[m, a, :, k] = share.max(-1, initial=0)
@@ -1127,7 +1057,7 @@ def coco_ap(ground_truth, detections):
             for name, x in figures.items()}
 
 def judge(truth, found):
-    """The boxes of one image and class -> scores (D,) of the best 100, falling; which of them hit
+    """The boxes of one image and class -> ranks and scores (D,) of the best 100; which of them hit
     something and which don't count, (areas, IoUs, D); how many are wanted (areas,)."""
     found = sorted(found, key=lambda x: -x['score'])[:100]
     scores = np.array([x['score'] for x in found], dtype=float)
@@ -1142,7 +1072,7 @@ def judge(truth, found):
     last = np.minimum(dt[:, None, :2] + dt[:, None, 2:], gt[:, :2] + gt[:, 2:])
     both = (last - first).clip(0).prod(-1)                                  # (D, G)
     union = dt_size[:, None] + np.where(crowd, 0, gt_size - both)           # a crowd's is the box
-    iou = np.divide(both, union, out=np.zeros_like(both), where=both > 0)
+    iou = both / np.maximum(union, 1e-99)
     hit = np.zeros((4, 10, len(dt)), bool)
     ignored = np.repeat(outside(dt_size)[:, None], 10, axis=1)
     free = np.ones((4, 10, len(gt)), bool)
@@ -1150,13 +1080,70 @@ def judge(truth, found):
         fits = free & (iou[d] >= IOUS[:, None])                             # (areas, IoUs, G)
         best = fits & ~ignore[:, None]
         best = np.where(best.any(-1, keepdims=True), best, fits)  # what is ignored comes second
-        m = len(gt) - 1 - np.where(best, iou[d], -1)[..., ::-1].argmax(-1)  # the last of equals
         a, t = np.nonzero(fits.any(-1))
-        m = m[a, t]
+        m = len(gt) - 1 - np.where(best, iou[d], -1)[a, t, ::-1].argmax(-1)  # the last of equals
         hit[a, t, d] = True
         ignored[a, t, d] = ignore[a, m]
         free[a, t, m] = crowd[m]
-    return scores, hit, ignored, (~ignore).sum(1)
+    return np.arange(len(dt)), scores, hit, ignored, (~ignore).sum(1)
+
+def overlap(a, b):
+    """Whether 15 % of the smaller one of two boxes (4,), or more, is in both."""
+    sides = (a[2:] + b[2:]) / 2 - abs(a[:2] - b[:2])
+    return sides.clip(0).prod() >= 0.15 * min(a[2:].prod(), b[2:].prod())
+
+@dataclass
+class Shapes:
+    """Drawings of one to four shapes, with boxes. They need no files and no network."""
+    n: int     # drawings
+    side: int  # pixels
+    classes = ['rectangle', 'disc', 'triangle']
+    ids = [1, 2, 3]
+
+    def __len__(self):
+        return self.n
+
+    def plan(self, row, rng=None):
+        """A fresh drawing or, without a generator, the validation drawing of that row."""
+        rng = rng or stream('validation', row)
+        boxes = []
+        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
+            for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):
+                box = np.concatenate([centre, size])
+                if not any(overlap(box, other) for other in boxes):
+                    boxes.append(box)
+                    break
+        labels = torch.from_numpy(rng.integers(3, size=len(boxes)))
+        boxes = torch.tensor(np.array(boxes)).float()
+        notes = []
+        for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
+            box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
+            notes.append(dict(image_id=row + 1, category_id=self.ids[label], bbox=box))
+        return SimpleNamespace(image_id=row + 1, original=(self.side, self.side), notes=notes,
+                               labels=labels, boxes=boxes, noise=int(rng.integers(2 ** 32)))
+
+    def render(self, plan):
+        """-> (3, H, W) float32, normalised."""
+        rng = stream('pixels', plan.noise)
+        grid = (np.arange(self.side, dtype=np.float32) + 0.5) / self.side
+        image = np.full((3, self.side, self.side), rng.uniform(0.2, 0.6), np.float32)  # grey
+        for label, (cx, cy, w, h) in zip(plan.labels.tolist(), plan.boxes.tolist()):
+            x = (grid - cx) / w + 0.5                                       # 0 to 1 in the box
+            y = ((grid - cy) / h + 0.5)[:, None]
+            ink = rng.permutation([0.1, rng.random(), 0.9])
+            top = rng.uniform(0.2, 0.8)
+            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
+            if label == 1:
+                inside = (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25
+            elif label == 2:
+                inside &= (x >= top * (1 - y)) & (x <= 1 - (1 - top) * (1 - y))
+            image[:, inside] = ink[:, None]
+        image += 0.04 * rng.standard_normal(image.shape, np.float32)
+        return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
+
+def scaled(n, image_size):
+    """DETR's sizes are for an image_size of 800; others are in proportion."""
+    return max(1, round(n * image_size / 800))
 
 def resized(w, h, side, most=math.inf):
     """Width and height, the shorter `side` or, where the longer would pass `most`, less."""
@@ -1169,88 +1156,71 @@ def resized(w, h, side, most=math.inf):
 class CocoFolder:
     """Photos and their annotations; row i is the i-th image by id, label i the i-th category."""
 
-    def __init__(self, photos, annotations, image_size=800):
-        self.photos = Path(photos)
+    def __init__(self, photos, annotations, image_size):
+        self.photos = photos
         self.image_size = image_size
         self.annotations = defaultdict(list)
         try:
-            data = json.loads(Path(annotations).read_bytes())
+            data = json.loads(annotations.read_bytes())
             names = {x['id']: x['name'] for x in data['categories']}
-            sizes = {x['id']: (x['width'], x['height']) for x in data['images']}
-            for a in data['annotations']:
-                x, y, w, h = a['bbox']
-                width, height = sizes[a['image_id']]
-                if a['category_id'] not in names or min(w, h) < 0 or x > width or y > height:
-                    raise ValueError(f'it does not fit its image, or has no category: {a}')
-                self.annotations[a['image_id']].append(a)
+            self.images = sorted(data['images'], key=lambda x: x['id'])
+            for note in data['annotations']:
+                self.annotations[note['image_id']].append(note)
         except (OSError, KeyError, TypeError, ValueError) as error:
             fail(f"{annotations} is no file of annotations in COCO's form: {error!r:.200}")
-        self.images = sorted(data['images'], key=lambda x: x['id'])
         self.ids = sorted(names)                                            # label -> category
         self.classes = [names[i] for i in self.ids]                         # label -> name
 
     def __len__(self):
         return len(self.images)
 
-    def truth(self, plans):
-        """What coco_ap compares with: nothing clipped, nothing left out."""
-        images = [self.images[plan.row] for plan in plans]
-        return dict(images=images, categories=[dict(id=i) for i in self.ids],
-                    annotations=[a for x in images for a in self.annotations[x['id']]])
-
-    def pixels(self, n):
-        """DETR's sizes are for an image_size of 800; others are in proportion."""
-        return max(1, round(n * self.image_size / 800))
-
     def plan(self, row, rng=None):
         """What becomes of a row, with a generator DETR's random flip, crop and size: size (width,
-        height), window (x0 y0 x1 y1, shares of the photo) and flip for render; labels (n,) and
-        boxes (n, 4) without crowds and what is cut off; row, image_id, original (height, width)."""
+        height), window (x0 y0 x1 y1, shares of the photo) and flip for render; labels and boxes
+        without crowds and what is cut off."""
         image = self.images[row]
-        full = w, h = image['width'], image['height']
+        whole = w, h = image['width'], image['height']
         side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
         if rng is not None:
             flip = rng.random() < 0.5
-            side = self.pixels(32 * rng.integers(15, 26))                   # 480, 512, ..., 800
+            side = scaled(32 * rng.integers(15, 26), self.image_size)       # 480, 512, ..., 800
             if rng.random() < 0.5:
-                first = resized(w, h, self.pixels(rng.choice([400, 500, 600])))
-                low, high = self.pixels(384), self.pixels(600)
-                w, h = [int(rng.integers(min(low, n), min(high, n) + 1)) for n in first]
-                left, top = rng.integers(first[0] - w + 1), rng.integers(first[1] - h + 1)
+                W, H = resized(w, h, scaled(rng.choice([400, 500, 600]), self.image_size))
+                low, high = scaled(384, self.image_size), scaled(600, self.image_size)
+                w = int(rng.integers(min(low, W), min(high, W) + 1))
+                h = int(rng.integers(min(low, H), min(high, H) + 1))
+                x, y = rng.integers(W - w + 1), rng.integers(H - h + 1)
                 # [deviation] cut out of the photo itself, because resizing it twice blurs it
-                window = np.divide([left, top, left + w, top + h], first * 2)
-        things = [a for a in self.annotations[image['id']] if not a.get('iscrowd')]
+                window = np.array([x / W, y / H, (x + w) / W, (y + h) / H])
+        notes = self.annotations[image['id']]
+        things = [note for note in notes if not note.get('iscrowd')]
         labels = np.array([self.ids.index(a['category_id']) for a in things], dtype=np.int64)
         boxes = np.array([a['bbox'] for a in things], dtype=float).reshape(-1, 2, 2)
-        boxes[:, 1] += boxes[:, 0]                                          # (n, 2 corners, x y)
-        boxes = ((boxes / full - window[:2]) / (window[2:] - window[:2])).clip(0, 1)
-        kept = (boxes[:, 1] > boxes[:, 0]).all(1)
-        boxes = np.concatenate([boxes[kept].mean(1), boxes[kept, 1] - boxes[kept, 0]], axis=1)
-        boxes[:, 0] = abs(flip - boxes[:, 0])
+        corner = np.stack([boxes[:, 0], boxes.sum(1)]) / whole              # (2, n, x y)
+        first, last = ((corner - window[:2]) / (window[2:] - window[:2])).clip(0, 1)
+        boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
+        if flip:
+            boxes[:, 0] = 1 - boxes[:, 0]
+        kept = (last > first).all(1)
         return SimpleNamespace(
-            row=row, image_id=image['id'], original=full[::-1], window=window, flip=flip,
-            size=resized(w, h, side, self.pixels(1333)), labels=torch.from_numpy(labels[kept]),
-            boxes=torch.from_numpy(boxes).float())
+            image_id=image['id'], original=whole[::-1], notes=notes, window=window, flip=flip,
+            path=self.photos / image['file_name'],
+            size=resized(w, h, side, scaled(1333, self.image_size)),
+            labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
 
     def render(self, plan):
         """A plan's photo, normalised (3, H, W)."""
-        path = self.photos / self.images[plan.row]['file_name']
-        photo = read_photo(path)
-        if photo.size != plan.original[::-1]:
-            raise OSError(f'{path} has (width, height) {photo.size}, not {plan.original[::-1]}')
-        x = to_tensor(photo, plan.size, plan.window)
+        x = to_tensor(read_photo(plan.path), plan.size, plan.window)
         return x.flip(2) if plan.flip else x
 
 def read_photo(path, upright=False):
     """Pillow's RGB image, as COCO's boxes want it: only `upright` heeds its EXIF data."""
     try:
         from PIL import Image, ImageOps
-        photo = Image.open(path)
-        return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
     except ImportError:
-        raise OSError('photos want `pip install pillow`')
-    except Exception as error:  # each format raises its own; main() makes one line of an OSError
-        raise OSError(f'{path} is no photo that Pillow can read ({str(error)[:150]})')
+        raise ImportError('photos want `pip install pillow`')
+    photo = Image.open(path)
+    return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
 
 def to_tensor(image, size, window=(0, 0, 1, 1)):
     """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
@@ -1263,9 +1233,9 @@ def load_coco(folder, image_size=800):
     instances_train2017.json, ...; of a single split every tenth photo is for evaluation."""
     splits = []
     for name in ('train2017', 'val2017'):
-        path = folder / 'annotations' / f'instances_{name}.json'
-        if (folder / name).is_dir() and path.is_file():
-            splits.append(CocoFolder(folder / name, path, image_size))
+        if (folder / name).is_dir():
+            notes = folder / 'annotations' / f'instances_{name}.json'
+            splits.append(CocoFolder(folder / name, notes, image_size))
     if not splits:
         fail(f'{folder} is no detection data: it needs train2017/, val2017/ and annotations/'
              'instances_train2017.json, instances_val2017.json')
@@ -1283,15 +1253,14 @@ def load_weights(model, path, data):
     if not Path(path).exists():
         fail(f'--init {path}: no such file; python prepare_data.py {Path(path).stem} gets DETR\'s')
     state = load_checkpoint(path, own=False)
-    state = {key: p for key, p in state.get('model', state).items()
-             if not key.endswith('num_batches_tracked') and not key.startswith('fc.')}
+    state = state.get('model', state)
     if 'layer4.0.conv1.weight' in state:
         state = {'backbone.0.body.' + key: p for key, p in state.items()}
     own = model.state_dict()
-    names = dict(zip(data.ids, data.classes))
-    if len(state.get('class_embed.bias', ())) == 92 and names.get(1) == 'person':
-        for key in ('class_embed.weight', 'class_embed.bias'):  # COCO's: the rows in use
-            state[key] = state[key][[*data.ids, -1]]
+    coco = (data.ids[0], data.classes[0]) == (1, 'person')
+    if coco and len(state.get('class_embed.bias', ())) == 92:
+        for key in ('class_embed.weight', 'class_embed.bias'):
+            state[key] = state[key][[*data.ids, -1]]  # the rows in use
     fits = {key: p for key, p in state.items() if key in own and own[key].shape == p.shape}
     if not fits:
         fail(f'--init {path}: not one tensor has the name and shape of one of the model')
@@ -1305,7 +1274,6 @@ def draw_images(path, grid, c):
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'no {path.name}: pictures want `pip install matplotlib`')
-    names = class_names(c)
     picture = Figure(figsize=(4 * len(grid[0]), 4 * len(grid)), layout='tight')
     axes = picture.subplots(len(grid), len(grid[0]), squeeze=False)
     for axis, (pixels, found) in zip(axes.flat, itertools.chain(*grid)):
@@ -1314,14 +1282,14 @@ def draw_images(path, grid, c):
         for score, label, (x0, y0, x1, y1) in sorted(found):  # the surest on top
             colour = f'C{label % 10}'
             axis.plot([x0, x1, x1, x0, x0], [y0, y0, y1, y1, y0], colour)
-            axis.text(x0, y0, f'{names[label]} {score:.2f}', color='white', fontsize=8,
+            axis.text(x0, y0, f'{class_name(c, label)} {score:.2f}', color='white', fontsize=8,
                       backgroundcolor=colour)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path)
     print(f'picture {path}')
 
-def class_names(c):
-    return [*c.classes.split(','), *['?'] * c.num_classes]
+def class_name(c, label):
+    return [*c.classes.split(','), *['?'] * c.num_classes][label]
 
 def pixels_of(image):
     """Normalised (3, H, W) -> (H, W, 3), 0 to 1."""
@@ -1335,22 +1303,26 @@ def report(c, model, log):
     print('AP50 at step  ' + '  '.join(curve))
     print('result  AP {AP:.3f}, AP50 {AP50:.3f}'.format(**rows[-1])
           + '; --cross-attention softmax is the baseline')
-    data = load_data(c)
-    images = [data.val.render(plan) for plan in data.plans[:4]]
-    batch, mask, _ = collate([], images, pick_device(c)[0])
-    model.eval()
+    images, batch, mask = some_images(c, 4)
+    outputs = model.eval()(batch, mask)
     panels = []
-    sizes = [image.shape[1:] for image in images]
-    for image, found in zip(images, post_process(model(batch, mask), sizes)):
-        sure = [one for one in found if one[0] >= 0.5]
-        panels.append((pixels_of(image), sure))
+    for image, found in zip(images, post_process(outputs, [image.shape[1:] for image in images])):
+        panels.append((pixels_of(image), [one for one in found if one[0] >= c.threshold]))
     draw_images(run_folder(c) / 'detections.png', [panels], model.config)
 
-def read_photos(c):
-    """c.images -> Pillow's images, and what the model sees of them."""
-    photos = [read_photo(path, upright=True) for path in c.images]
-    most = round(c.image_size * 1333 / 800)
-    return photos, [to_tensor(x, resized(*x.size, c.image_size, most)) for x in photos]
+def some_images(c, n):
+    """--images or, without, n images to judge by -> a list of (3, H, W), and as a batch."""
+    if c.images:
+        images = [see(read_photo(path, upright=True), c) for path in c.images]
+    else:
+        data = load_data(c)
+        images = [data.val.render(plan) for plan in data.plans[:n]]
+    batch, mask, _ = collate([], images, pick_device(c)[0])
+    return images, batch, mask
+
+def see(photo, c):
+    """Pillow's image -> what the model sees of it, (3, H, W)."""
+    return to_tensor(photo, resized(*photo.size, c.image_size, scaled(1333, c.image_size)))
 
 @torch.no_grad()
 def detect(c):
@@ -1359,11 +1331,12 @@ def detect(c):
         fail('detect wants --images PHOTO')
     c, model = load_run(c)
     answers = {}
-    for path, photo, x in zip(c.images, *read_photos(c)):
-        outputs = model(x[None].to(model.query_embed.weight.device))
+    for path in c.images:
+        photo = read_photo(path, upright=True)
+        outputs = model(see(photo, c)[None].to(pick_device(c)[0]))
         found = sorted(post_process(outputs, [photo.size[::-1]])[0], reverse=True)
-        found = [row for row in found if row[0] >= c.threshold]
-        answers[path] = [(class_names(c)[label], score, box) for score, label, box in found]
+        found = [one for one in found if one[0] >= c.threshold]
+        answers[path] = [(class_name(c, label), score, box) for score, label, box in found]
         print(f'{path}: {len(found)} found; score, class, left, top, right, bottom in pixels')
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
@@ -1371,16 +1344,21 @@ def detect(c):
         draw_images(picture, [[(np.asarray(photo), found)]], c)
     return answers
 
+def objective(x, q, k, penalty, e=0.0):
+    """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
+    left = (q - x @ k).square().sum(-1)
+    return left + (penalty * x.abs() + e * x.square()).sum(-1)
+
 def solver_gap(q, k, own, c):
-    """Mean of f / f* - 1 for the solver's f of [OA Eq. 2] and the f* of 2000 iterations in float64
-    at a rho that suits them, since it does not depend on rho."""
+    """Mean of f / f* - 1 for the solver's f of [OA Eq. 2] and the f* of 2000 iterations in float64,
+    which does not depend on rho."""
     q, k = q.cpu().double(), k.cpu().double()
-    options = dict(ridge=c.ridge, positive=c.positive)
-    penalty, _, e = scales(q, k, own, c.sparsity, **options)
-    x = lasso(q, k, own, c.sparsity, c.rho, c.iterations, c.relax, **options)
-    best = lasso(q, k, own, c.sparsity, 0.1, 2000, **options)
-    f, least = (objective(z, q, k, penalty, e) for z in (x, best))
-    return (f / least.clamp_min(1e-12) - 1).clamp_min(0).mean().item()
+    options = dict(own=own, sparsity=c.sparsity, ridge=c.ridge, positive=c.positive)
+    penalty, _, e = scales(q, k, **options)
+    x = lasso(q, k, rho=c.rho, iterations=c.iterations, relax=c.relax, **options)
+    best = lasso(q, k, iterations=2000, **options)
+    gap = objective(x, q, k, penalty, e) / objective(best, q, k, penalty, e).clamp_min(1e-12) - 1
+    return gap.clamp_min(0).mean().item()
 
 def diagnose(model, images, mask):
     """How the decoder chooses -> outputs; for each attention a row of means over queries and heads;
@@ -1390,21 +1368,20 @@ def diagnose(model, images, mask):
     1 where attention gives back the query; gap: f / f* - 1, of the solver's objective to the best.
     """
     c = model.config
-    seen, rows = [], []
-    hooks = [module.register_forward_pre_hook(lambda *call: seen.append(call))
-             for module in model.transformer.decoder.modules()
-             if isinstance(module, MultiheadAttention)]
+    calls, hooks, rows = [], [], []
+    for layer in model.transformer.decoder['layers']:
+        for module in (layer.self_attn, layer.multihead_attn):
+            hooks.append(module.register_forward_pre_hook(lambda *call: calls.append(call)))
     outputs = model(images, mask)
     for hook in hooks:
         hook.remove()
-    for i, (module, (q, k, v, *padding)) in enumerate(seen):
+    for i, (module, (q, k, v, *padding)) in enumerate(calls):
         q, k, v = module.heads(q, k, v)
-        padding = padding[0] if padding else None
-        x, y = module.coefficients(q, k, v, padding)
+        x, y = module.coefficients(q, k, v, *padding)
         nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1).float()
-        over = dictionary(v if c.dict == 'value' else k, padding, c)
         gap = math.nan
-        if module.kind in ('admm', 'admm-vanilla') and over.any():
+        if module.kind in ('admm', 'admm-vanilla'):
+            over = dictionary(v if c.dict == 'value' else k, *padding or [None], c)
             gap = solver_gap(q[:2], over[:2], module.own, c)
         rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
                          attention=module.kind, nonzero=nonzero.mean().item(),
@@ -1416,12 +1393,7 @@ def inspect_run(c):
     """Where the decoder of a run looks (OA's Fig. 1), how sparsely, and how exact its solver is:
     in --images or, without, in images to judge by."""
     c, model = load_run(c)
-    if c.images:
-        images = read_photos(c)[1]
-    else:
-        data = load_data(c)
-        images = [data.val.render(plan) for plan in data.plans[:8]]
-    batch, mask, _ = collate([], images, model.query_embed.weight.device)
+    images, batch, mask = some_images(c, 8)
     outputs, rows, x = diagnose(model, batch, mask)
     print(diagnose.__doc__.partition('\n\n')[2].rstrip())
     print(f'{"layer":10}{"attention":22}{"nonzero":>10}{"cosine":>10}{"gap":>10}')
@@ -1434,12 +1406,12 @@ def inspect_run(c):
     picture = []
     for image, own, weight in zip(images[:4], found, x.abs().mean(1)):      # weight (Q, N)
         best = sorted(range(len(own)), key=lambda query: own[query], reverse=True)[:3]
+        pixels = pixels_of(image)                                           # (H, W, 3)
+        row = [(pixels, [own[query] for query in best])]
         light = F.interpolate(weight[best].unflatten(1, grid)[None], batch.shape[2:])[0]
-        light = light / light.amax((1, 2), keepdim=True).clamp_min(1e-12)   # (3, H, W)
-        light = light[:, :image.size(1), :image.size(2), None].cpu().numpy()
-        pixels = pixels_of(image)
-        maps = [(pixels * (0.25 + 0.75 * part), []) for part in light]
-        picture.append([(pixels, [own[query] for query in best]), *maps])
+        for part in light.cpu().numpy()[:, :image.size(1), :image.size(2), None]:
+            row.append((pixels * (0.25 + 0.75 * part / max(1e-12, part.max())), []))
+        picture.append(row)
     draw_images(folder / 'attention.png', picture, c)
     return rows
 
