@@ -911,6 +911,21 @@ def test_detr_lasso_reference():
                             options['positive'], skip)
             close(x[0, h, i], torch.from_numpy(want), 1e-6)
 
+def test_detr_elastic_net_of_scikit_learn():
+    try:
+        from sklearn.linear_model import ElasticNet
+    except ImportError:
+        raise unittest.SkipTest('scikit-learn is not installed')
+    q, k = tokens(2, 50, rank=8)
+    for options in OPTIONS:
+        penalty, _, e = detr.scales(q, k, False, 0.1, 0.2, **options)
+        x = detr.lasso(q, k, False, 0.1, 0.2, 4000, **options)
+        first, second = float(penalty[0, 1, 1]) / 64, float(e[0, 1]) / 32
+        net = ElasticNet(first + second, l1_ratio=first / (first + second), tol=1e-14,
+                         fit_intercept=False, max_iter=10**6, positive=options['positive'])
+        want = net.fit(k[0, 1].T.numpy(), q[0, 1, 1].numpy()).coef_
+        close(x[0, 1, 1], torch.from_numpy(want), 1e-6)
+
 def test_detr_objective():
     """Its value by a loop, and the gap that `inspect` shows, whatever rho is."""
     q, k = tokens(3, 7, d=5)
@@ -936,6 +951,9 @@ def test_detr_default_iterations():
         f = lambda **how: detr.objective(detr.lasso(q, k, **how), q, k, penalty).mean()
         best = f(iterations=1500)
         assert f() / best - 1 < most and f(relax=1.0) - best > 1.5 * (f() - best)
+    for n in (20, 100, 850):  # Config's problem is easier, and takes fewer
+        q, k = tokens(10, n, rank=8)
+        assert detr.solver_gap(q, k, False, detr.Config()) < 1e-4
     q, k = tokens(5, 12, d=6)
     x = detr.lasso(q, k, iterations=5000)
     close(detr.lasso(q, k, rho=1.0, relax=1.0, iterations=5000), x, 1e-6)
@@ -1422,6 +1440,7 @@ def test_detr_actions():
         code, _, err, rows = run('inspect', *own, script=detr)
         gaps = [row['gap'] for row in rows if row['attention'] == 'admm-vanilla']
         assert code == 0 and len(gaps) == 2 and all(0 <= gap < 1 for gap in gaps)
+        assert all(1 / 8 < row['top'] < 1 for row in rows)  # heads have 8 channels
         refuse(['--images'], 'detect', *own, script=detr)
         if not importlib.util.find_spec('PIL'):
             return
@@ -1478,7 +1497,8 @@ def test_detr_facts_of_the_paper():
     assert kinds == ['softmax softmax', 'no-weights softmax', 'softmax no-weights', 'admm softmax',
                      'softmax admm', 'softmax l2', 'admm-vanilla softmax', 'admm softmax']
     assert all(row.items() >= detr.OA.items() for row in rows[3:])
-    assert detr.OA == dict(ridge=0, positive=False, centre=False, power=5)
+    c = detr.Config(**detr.OA)
+    assert (c.ridge, c.positive, c.centre, c.power) == (0, False, False, 5)
     c = detr.Config()
     assert (c.ridge, c.positive, c.centre, c.random_tokens) == (3, True, True, None)
     c = detr.Config(**detr.PRESETS['paper'])
