@@ -647,8 +647,7 @@ def report(c, model, log):
 def bigram_loss(data):
     """Nats per validation token for a model that has only counted pairs: a yardstick."""
     train, val = data.train[:5 * 10**6].tolist(), data.val[:10**6].tolist()
-    single = Counter(train)
-    pair = Counter(zip(train, train[1:]))
+    single, pair = Counter(train), Counter(zip(train, train[1:]))
     total = 0.0
     for x, y in zip(val, val[1:]):
         prior = (single[y] + 1) / (len(train) + data.vocab_size)
