@@ -2541,7 +2541,7 @@ def outcome(function, limit=2**40, seconds=None):
 def last(script, out):
     return pathlib.Path((out / script.SCRIPT / 'last').read_text(), 'ckpt.pt')
 
-def soak_kills(script, path, argv, rng, n=50):
+def soak_kills(script, path, argv, rng, n=20):
     kills, steps = 0, set()
     for seed in itertools.count():
         flags, part, code = [*argv, '--seed', str(seed)], path / f'part{seed}', None
