@@ -290,7 +290,7 @@ class Config:
     image_size: int = 64           # pixels of the shorter side
     # training
     seed: int = 1337               # of weights, batches and dropout
-    max_iters: int = 1500          # optimiser steps
+    max_iters: int = 2000          # optimiser steps
     batch_size: int = 32           # images in memory at once, shared among the processes
     grad_accum_steps: int = 1      # batches in an optimiser step
     learning_rate: float = 1e-3    # at its peak
