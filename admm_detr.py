@@ -256,7 +256,7 @@ class Config:
     cross_attention: str = 'admm'    # of its queries to the image
     dict: str = 'key'              # key or value: tokens to solve over; mixed are values
     out_proj: bool = False         # keep the output projection of attention without weights
-    iterations: int = 4            # of ADMM
+    iterations: int = 4            # of ADMM; without a ridge 15 at --rho 0.1, or more
     sparsity: float = 0.03         # lambda, as a share of the least that makes x zero
     rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
     relax: float = 1.6             # over-relaxation, below 2; 1 for none
@@ -997,7 +997,7 @@ def assign(cost):
 def match(cost):
     """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs, rows ascending."""
     try:
-        from scipy.optimize import linear_sum_assignment  # some 20 times faster
+        from scipy.optimize import linear_sum_assignment  # much faster
         return linear_sum_assignment(cost)
     except ImportError:
         return assign(cost)
@@ -1689,7 +1689,7 @@ def tabulate(runs, seeds):
     for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
     print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\nt wants two seeds; p is corrected for {len(tested)} comparisons (Holm).\n'
+          f'by seed;\np is of {len(tested)} tests, corrected as Holm does.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'

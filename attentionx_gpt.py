@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-638 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-635 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -88,11 +88,8 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     return F.pad(mh, (0, 0, first, 0)).transpose(1, 2)
 
 def orthogonal(mh, v, dims):
-    """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V.
-
-    ||V||^2 overflows float16 once V's rms passes 9.2 at 768 channels: this is float32 at least.
-    """
-    wide = torch.promote_types(v.dtype, torch.float32)
+    """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
+    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 soon overflows float16
     x, y = mh.to(wide), v.to(wide)
     mh_v = (x * y).sum(dims, keepdim=True)
     v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] nothing to take where V = 0
@@ -984,7 +981,7 @@ def tabulate(runs, seeds):
     for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
     print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\nt wants two seeds; p is corrected for {len(tested)} comparisons (Holm).\n'
+          f'by seed;\np is of {len(tested)} tests, corrected as Holm does.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'

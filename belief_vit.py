@@ -38,7 +38,7 @@ vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
 efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
 unused parameters, and with position embeddings that the optimizer does not lose.
 
-Lines 1-800 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-860 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -497,6 +497,66 @@ def normalise(images, size, c):
     return x
 
 # ------------------------------------ augmentation ------------------------------------
+# RandAugment's operations, of one image, bytes (3, H, W): each equals Pillow's, bit for bit.
+def affine(x, a, b, c, d, e, f):
+    """Point (x, y) of the result is point (ax + by + c, dx + ey + f) of the image, black outside.
+    It is the nearest pixel in 16.16 fixed point: Pillow rounds that way, and it shows."""
+    H, W = x.shape[1:]
+    matrix = np.array([[a, b, c + (a + b) / 2], [d, e, f + (d + e) / 2]])   # centres are at 0.5
+    matrix = np.floor(65536 * matrix + 0.5).astype(int)
+    row, column = np.indices((H, W))
+    u, v = [p * column + q * row + r >> 16 for p, q, r in matrix]           # (H, W) each
+    inside = (0 <= u) & (u < W) & (0 <= v) & (v < H)
+    return x[:, v.clip(0, H - 1), u.clip(0, W - 1)] * inside
+
+def rotate(x, degrees):
+    H, W = x.shape[1:]
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return affine(x, cos, -sin, (W - W * cos + H * sin) / 2,
+                  sin, cos, (H - W * sin - H * cos) / 2)
+
+def autocontrast(x):
+    """Stretch every channel to 0..255, but for constant ones."""
+    low, high = x.min((1, 2), keepdims=True), x.max((1, 2), keepdims=True)  # (3, 1, 1) each
+    scale = 255 / np.maximum(high - low, 1)
+    return np.where(high > low, x * scale - low * scale, x).astype(np.uint8)
+
+def equalize(x):
+    """Spread the values of every channel, so that equally many pixels have each."""
+    out = x.copy()
+    for channel in out:
+        count = np.bincount(channel.ravel(), minlength=256)
+        step = (channel.size - count[channel.max()]) // 255
+        if step:
+            table = (step // 2 + count.cumsum() - count) // step
+            channel[:] = table.clip(0, 255)[channel]
+    return out
+
+def solarize(x, threshold):
+    return np.where(x < threshold, x, 255 - x)
+
+def blend(other, x, factor):
+    """Factor 1 is the image, 0 the other one."""
+    other = np.float32(other)
+    return (other + factor * (x - other)).clip(0, 255).astype(np.uint8)
+
+def grey(x):
+    return np.tensordot([19595, 38470, 7471], x, 1) + 32768 >> 16           # (H, W)
+
+def smooth(x):
+    """3x3 mean, the pixel itself five times; the border stays as it is."""
+    out = x.copy()
+    nine = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (1, 2)).sum((3, 4))
+    out[:, 1:-1, 1:-1] = (nine + 4.0 * x[:, 1:-1, 1:-1] + 6.5) / 13
+    return out
+
+def cutout(x, side, centre):
+    """A box near the top or left border is moved inside, as its source does."""
+    out, reach = x.copy(), int(side) + 1
+    top, left = [int(max(0, at * n - side / 2)) for at, n in zip(centre, x.shape[1:])]
+    out[:, top:top + reach, left:left + reach] = [[[125]], [[123]], [[114]]]
+    return out
+
 RANDAUGMENT = {  # operation of strength v, s = v or -v, around a point `at`; the range of v
     'AutoContrast': (lambda x, v, s, at: autocontrast(x), 0, 0),
     'Equalize': (lambda x, v, s, at: equalize(x), 0, 0),
@@ -834,66 +894,6 @@ def draw_shapes(n, seed):
         noise = rng.normal(0, 10, (3, 32, 32))
         image[:] = (paper + light + ink * cover + noise).clip(0, 255)
     return images, labels
-
-# RandAugment's operations, of one image, bytes (3, H, W): each equals Pillow's, bit for bit.
-def affine(x, a, b, c, d, e, f):
-    """Point (x, y) of the result is point (ax + by + c, dx + ey + f) of the image, black outside.
-    It is the nearest pixel in 16.16 fixed point: Pillow rounds that way, and it shows."""
-    H, W = x.shape[1:]
-    matrix = np.array([[a, b, c + (a + b) / 2], [d, e, f + (d + e) / 2]])   # centres are at 0.5
-    matrix = np.floor(65536 * matrix + 0.5).astype(int)
-    row, column = np.indices((H, W))
-    u, v = [p * column + q * row + r >> 16 for p, q, r in matrix]           # (H, W) each
-    inside = (0 <= u) & (u < W) & (0 <= v) & (v < H)
-    return x[:, v.clip(0, H - 1), u.clip(0, W - 1)] * inside
-
-def rotate(x, degrees):
-    H, W = x.shape[1:]
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    return affine(x, cos, -sin, (W - W * cos + H * sin) / 2,
-                  sin, cos, (H - W * sin - H * cos) / 2)
-
-def autocontrast(x):
-    """Stretch every channel to 0..255, but for constant ones."""
-    low, high = x.min((1, 2), keepdims=True), x.max((1, 2), keepdims=True)  # (3, 1, 1) each
-    scale = 255 / np.maximum(high - low, 1)
-    return np.where(high > low, x * scale - low * scale, x).astype(np.uint8)
-
-def equalize(x):
-    """Spread the values of every channel, so that equally many pixels have each."""
-    out = x.copy()
-    for channel in out:
-        count = np.bincount(channel.ravel(), minlength=256)
-        step = (channel.size - count[channel.max()]) // 255
-        if step:
-            table = (step // 2 + count.cumsum() - count) // step
-            channel[:] = table.clip(0, 255)[channel]
-    return out
-
-def solarize(x, threshold):
-    return np.where(x < threshold, x, 255 - x)
-
-def blend(other, x, factor):
-    """Factor 1 is the image, 0 the other one."""
-    other = np.float32(other)
-    return (other + factor * (x - other)).clip(0, 255).astype(np.uint8)
-
-def grey(x):
-    return np.tensordot([19595, 38470, 7471], x, 1) + 32768 >> 16           # (H, W)
-
-def smooth(x):
-    """3x3 mean, the pixel itself five times; the border stays as it is."""
-    out = x.copy()
-    nine = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (1, 2)).sum((3, 4))
-    out[:, 1:-1, 1:-1] = (nine + 4.0 * x[:, 1:-1, 1:-1] + 6.5) / 13
-    return out
-
-def cutout(x, side, centre):
-    """A box near the top or left border is moved inside, as its source does."""
-    out, reach = x.copy(), int(side) + 1
-    top, left = [int(max(0, at * n - side / 2)) for at, n in zip(centre, x.shape[1:])]
-    out[:, top:top + reach, left:left + reach] = [[[125]], [[123]], [[114]]]
-    return out
 
 def load_arrays(folder):
     """train.npz and, if there, test.npz: images (N, 3, H, W) uint8, labels (N,); meta.json."""
@@ -1330,7 +1330,7 @@ def tabulate(runs, seeds):
     for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
     print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\nt wants two seeds; p is corrected for {len(tested)} comparisons (Holm).\n'
+          f'by seed;\np is of {len(tested)} tests, corrected as Holm does.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
