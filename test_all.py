@@ -2389,6 +2389,10 @@ def test_texts_retrain_nothing():
     assert name() != name('v - gamma * mh', 'v - gamma * mh * 1')
     assert name() != name('F.gelu', 'F.silu') and name() != name(gamma=2.0)
     assert name(attention='belief') != name(row, "    'old': lambda", attention='belief')
+    changed = source(vit).replace('255 - x', '254 - x')  # an operation of RandAugment
+    with unittest.mock.patch.object(vit, 'SOURCE', changed):
+        other = vit.run_folder(vit.Config())
+    assert other != vit.run_folder(vit.Config())
 
 def test_student():
     """Student's t and p: the textbook's 5 % points."""
