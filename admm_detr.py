@@ -22,7 +22,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     ... as they are printed: admm-vanilla-printed, admm-printed            printed
     [OA Sec. 3]    x^5 / sum |x^5|; random tokens; clamp; x_ii = 0         sharpen, dictionary
 
-    python admm_detr.py                                # train: seven minutes on a CPU, no network
+    python admm_detr.py                                # train: eight minutes on a CPU, no network
     python admm_detr.py --cross-attention softmax      # the baseline
     python admm_detr.py detect --images photo.jpg      # what the last run finds in photos
     python admm_detr.py inspect                        # where the decoder looks: OA's Fig. 1
@@ -1405,7 +1405,7 @@ def inspect_run(c):
     print(f'{"layer":10}{"attention":22}{"nonzero":>10}{"cosine":>10}{"top":>10}{"gap":>10}')
     for row in rows:
         print('{layer:10}{attention:22}{nonzero:10.1f}{cosine:10.3f}{top:10.3f}{gap:10.1e}'
-              .format(**row))
+              .format(**row).replace('nan', '  -'))
     folder = Path(c.run or Path(c.out_dir, SCRIPT, 'last').read_text())
     write_csv(folder / 'inspect.csv', rows)
     grid = model.encode(batch, mask)[3]
