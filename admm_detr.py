@@ -41,7 +41,7 @@ value); no output projection (--out-proj), no dropout of x; heads without weight
 channels. Model and keys are facebookresearch/detr's.
 
 Lines 1-913 are the paper: method, configuration, model, losses, data, training. What follows is
-tools: ResNet-50, average precision, drawings, photos, pictures, comparisons.
+tools: those of all four scripts, then average precision, drawings, photos, ResNet-50, pictures.
 """
 import argparse
 import ast
@@ -79,10 +79,6 @@ def fail(message):
     """Stop with one line on what the user can do about it."""
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
-
-def stream(name, *numbers):
-    """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
-    return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # ------------------------------------ the paper's method ------------------------------------
 # A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
@@ -666,6 +662,10 @@ def post_process(outputs, sizes):
     return results
 
 # ------------------------------------ data ------------------------------------
+def stream(name, *numbers):
+    """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
+    return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
+
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
@@ -912,516 +912,6 @@ def train(c, folder=None):
 # --- end of training loop
 
 # ------------------------------------ tools ------------------------------------
-class FrozenBatchNorm2d(nn.Module):
-    """Batch norm whose four vectors never change."""
-
-    def __init__(self, channels):
-        super().__init__()
-        for name, value in dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0).items():
-            self.register_buffer(name, torch.full((channels,), value))
-
-    def forward(self, x):
-        scale = self.weight * (self.running_var + 1e-5).rsqrt()
-        bias = self.bias - self.running_mean * scale
-        return (x * scale[:, None, None] + bias[:, None, None]).to(x.dtype)
-
-class Bottleneck(nn.Module):
-    def __init__(self, inside, width, stride):
-        super().__init__()
-        outside = 4 * width
-        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
-        self.bn1 = FrozenBatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = FrozenBatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
-        self.bn3 = FrozenBatchNorm2d(outside)
-        self.downsample = nn.Identity() if inside == outside else nn.Sequential(
-            nn.Conv2d(inside, outside, 1, stride, bias=False), FrozenBatchNorm2d(outside))
-
-    def forward(self, x):
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
-
-class ResNet50(nn.Module):
-    """torchvision's keys. As in DETR, its first layers never learn."""
-    channels = 2048
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn1 = FrozenBatchNorm2d(64)
-        inside = 64
-        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
-            stage = nn.Sequential()
-            for j in range(blocks):
-                stage.append(Bottleneck(inside, width, stride=2 if i > 1 and j == 0 else 1))
-                inside = 4 * width
-            self.add_module(f'layer{i}', stage)
-        self.conv1.requires_grad_(False)
-        self.layer1.requires_grad_(False)
-
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
-        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
-
-def assign(cost):
-    """The assignment of least total cost (n, m), n <= m -> rows, columns. One row after the other
-    enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
-    n, m = cost.shape
-    if n > m:
-        columns, rows = assign(cost.T)
-        order = rows.argsort()
-        return rows[order], columns[order]
-    tiny = 1e-13 * np.abs(cost).max(initial=0)
-    owner = np.full(m, -1)
-    for row in range(n):
-        length = cost[row].astype(float)  # of chains that end in each column
-        before = np.full(m, -1)
-        changed = True
-        while changed:
-            changed = False
-            for j in np.flatnonzero(owner >= 0):  # its owner may change to another column
-                through = length[j] - cost[owner[j], j] + cost[owner[j]]
-                closer = through < length - tiny
-                length[closer] = through[closer]
-                before[closer] = j
-                changed = changed or closer.any()
-        j = np.where(owner < 0, length, np.inf).argmin()
-        while before[j] >= 0:
-            owner[j] = owner[before[j]]
-            j = before[j]
-        owner[j] = row
-    return np.arange(n), owner.argsort()[m - n:]
-
-def match(cost):
-    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs, rows ascending."""
-    try:
-        from scipy.optimize import linear_sum_assignment  # much faster
-        return linear_sum_assignment(cost)
-    except ImportError:
-        return assign(cost)
-
-def truth_of(plans, ids):
-    """What is in the images of these plans, in COCO's json form."""
-    notes = []
-    for plan in plans:
-        notes += plan.notes
-    return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
-                categories=[dict(id=i) for i in ids])
-
-IOUS = np.linspace(0.5, 0.95, 10)
-AREAS = np.array([[0, 1e10], [0, 32 ** 2], [32 ** 2, 96 ** 2], [96 ** 2, 1e10]])
-
-def coco_ap(ground_truth, detections):
-    """COCO's twelve numbers, -1 where there is nothing to find, both arguments in its json form.
-
-    ground_truth: images (id), categories (id), annotations (image_id, category_id, bbox, area,
-    iscrowd); detections: (image_id, category_id, bbox, score). Boxes are x, y, width, height in
-    pixels. The result is pycocotools' own, but that an annotation with id 0 may be found as well.
-    """
-    truth, found = defaultdict(list), defaultdict(list)
-    for x in ground_truth['annotations']:
-        truth[x['category_id'], x['image_id']].append(x)
-    for x in detections:
-        found[x['category_id'], x['image_id']].append(x)
-    images = sorted(x['id'] for x in ground_truth['images'])
-    classes = sorted(x['id'] for x in ground_truth['categories'])
-    precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
-    recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
-    for k, c in enumerate(classes):
-        judged = [judge(truth[c, i], found[c, i]) for i in images if truth[c, i] or found[c, i]]
-        if not judged:
-            continue
-        *parts, wanted = zip(*judged)
-        rank, scores, hit, ignored = [np.concatenate(part, -1) for part in parts]
-        wanted = sum(wanted)                                                # (areas,)
-        order = np.argsort(-scores, kind='stable')
-        for m, most in enumerate((1, 10, 100)):
-            best = order[rank[order] < most]
-            counts = ~ignored[..., best]                                    # (areas, IoUs, D)
-            tp = np.cumsum(hit[..., best] & counts, -1, dtype=float)
-            fp = np.cumsum(~hit[..., best] & counts, -1, dtype=float)
-            for a in np.flatnonzero(wanted):
-                share = tp[a] / wanted[a]
-                recall[m, a, :, k] = share.max(-1, initial=0)
-                p = tp[a] / (tp[a] + fp[a] + np.spacing(1))
-                p = np.maximum.accumulate(p[:, ::-1], axis=1)[:, ::-1]      # never rises again
-                p = np.pad(p, ((0, 0), (0, 1)))  # 0 for what is never reached
-                for t in range(10):  # what is kept is that of 100, the last of `most`
-                    reached = np.searchsorted(share[t], np.linspace(0, 1, 101))
-                    precision[a, t, k] = p[t, reached]
-    figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
-                   APs=precision[1], APm=precision[2], APl=precision[3],
-                   AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
-                   ARs=recall[2, 1], ARm=recall[2, 2], ARl=recall[2, 3])
-    return {name: float(x[x > -1].mean()) if (x > -1).any() else -1.0
-            for name, x in figures.items()}
-
-def judge(truth, found):
-    """The boxes of one image and class -> ranks and scores (D,) of the best 100; which of them hit
-    something and which don't count, (areas, IoUs, D); how many are wanted (areas,)."""
-    found = sorted(found, key=lambda x: -x['score'])[:100]
-    scores = np.array([x['score'] for x in found], dtype=float)
-    dt = np.array([x['bbox'] for x in found], dtype=float).reshape(-1, 4)
-    gt = np.array([x['bbox'] for x in truth], dtype=float).reshape(-1, 4)
-    crowd = np.array([bool(x.get('iscrowd')) for x in truth], dtype=bool)   # (G,)
-    dt_size, gt_size = dt[:, 2] * dt[:, 3], gt[:, 2] * gt[:, 3]
-    outside = lambda size: (size < AREAS[:, :1]) | (size > AREAS[:, 1:])    # (n,) -> (areas, n)
-    size = [x.get('area', own) for x, own in zip(truth, gt_size)]
-    ignore = crowd | outside(np.array(size))                                # (areas, G)
-    first = np.maximum(dt[:, None, :2], gt[:, :2])                          # (D, G, 2)
-    last = np.minimum(dt[:, None, :2] + dt[:, None, 2:], gt[:, :2] + gt[:, 2:])
-    both = (last - first).clip(0).prod(-1)                                  # (D, G)
-    union = dt_size[:, None] + np.where(crowd, 0, gt_size - both)           # a crowd's is the box
-    iou = both / np.maximum(union, 1e-99)
-    hit = np.zeros((4, 10, len(dt)), bool)
-    ignored = np.repeat(outside(dt_size)[:, None], 10, axis=1)
-    free = np.ones((4, 10, len(gt)), bool)
-    for d in range(len(dt) if len(gt) else 0):
-        fits = free & (iou[d] >= IOUS[:, None])                             # (areas, IoUs, G)
-        best = fits & ~ignore[:, None]
-        best = np.where(best.any(-1, keepdims=True), best, fits)  # what is ignored comes second
-        a, t = np.nonzero(fits.any(-1))
-        m = len(gt) - 1 - np.where(best, iou[d], -1)[a, t, ::-1].argmax(-1)  # the last of equals
-        hit[a, t, d] = True
-        ignored[a, t, d] = ignore[a, m]
-        free[a, t, m] = crowd[m]
-    return np.arange(len(dt)), scores, hit, ignored, (~ignore).sum(1)
-
-def overlap(a, b):
-    """Whether 15 % of the smaller one of two boxes (4,), or more, is in both."""
-    sides = (a[2:] + b[2:]) / 2 - abs(a[:2] - b[:2])
-    return sides.clip(0).prod() >= 0.15 * min(a[2:].prod(), b[2:].prod())
-
-@dataclass
-class Shapes:
-    """Drawings of one to four shapes, with boxes. They need no files and no network."""
-    n: int     # drawings
-    side: int  # pixels
-    classes = ['rectangle', 'disc', 'triangle']
-    ids = [1, 2, 3]
-
-    def __len__(self):
-        return self.n
-
-    def plan(self, row, rng=None):
-        """A fresh drawing or, without a generator, the validation drawing of that row."""
-        rng = rng or stream('validation', row)
-        boxes = []
-        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
-            for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):
-                box = np.concatenate([centre, size])
-                if not any(overlap(box, other) for other in boxes):
-                    boxes.append(box)
-                    break
-        labels = torch.from_numpy(rng.integers(3, size=len(boxes)))
-        boxes = torch.tensor(np.array(boxes)).float()
-        notes = []
-        for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
-            box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
-            notes.append(dict(image_id=row + 1, category_id=self.ids[label], bbox=box))
-        return SimpleNamespace(image_id=row + 1, original=(self.side, self.side), notes=notes,
-                               labels=labels, boxes=boxes, noise=int(rng.integers(2 ** 32)))
-
-    def render(self, plan):
-        """-> (3, H, W) float32, normalised."""
-        rng = stream('pixels', plan.noise)
-        grid = (np.arange(self.side, dtype=np.float32) + 0.5) / self.side
-        image = np.full((3, self.side, self.side), rng.uniform(0.2, 0.6), np.float32)  # grey
-        for label, (cx, cy, w, h) in zip(plan.labels.tolist(), plan.boxes.tolist()):
-            x = (grid - cx) / w + 0.5                                       # 0 to 1 in the box
-            y = ((grid - cy) / h + 0.5)[:, None]
-            ink = rng.permutation([0.1, rng.random(), 0.9])
-            top = rng.uniform(0.2, 0.8)
-            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
-            if label == 1:
-                inside = (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25
-            elif label == 2:
-                inside &= (x >= top * (1 - y)) & (x <= 1 - (1 - top) * (1 - y))
-            image[:, inside] = ink[:, None]
-        image += 0.04 * rng.standard_normal(image.shape, np.float32)
-        return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
-
-def scaled(n, image_size):
-    """DETR's sizes are for an image_size of 800; others are in proportion."""
-    return max(1, round(n * image_size / 800))
-
-def resized(w, h, side, most=math.inf):
-    """Width and height, the shorter `side` or, where the longer would pass `most`, less."""
-    short, long = min(w, h), max(w, h)
-    if long / short * side > most:
-        side = max(1, round(most * short / long))
-    long = int(side * long / short)
-    return (side, long) if w < h else (long, side)
-
-class CocoFolder:
-    """Photos and their annotations; row i is the i-th image by id, label i the i-th category."""
-
-    def __init__(self, photos, annotations, image_size):
-        self.photos = photos
-        self.image_size = image_size
-        self.annotations = defaultdict(list)
-        try:
-            data = json.loads(annotations.read_bytes())
-            names = {x['id']: x['name'] for x in data['categories']}
-            self.images = sorted(data['images'], key=lambda x: x['id'])
-            for note in data['annotations']:
-                self.annotations[note['image_id']].append(note)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            fail(f"{annotations} is no file of annotations in COCO's form: {error!r:.200}")
-        self.ids = sorted(names)                                            # label -> category
-        self.classes = [names[i] for i in self.ids]                         # label -> name
-
-    def __len__(self):
-        return len(self.images)
-
-    def plan(self, row, rng=None):
-        """What becomes of a row, with a generator DETR's random flip, crop and size: size (width,
-        height), window (x0 y0 x1 y1, shares of the photo) and flip for render; labels and boxes
-        without crowds and what is cut off."""
-        image = self.images[row]
-        whole = w, h = image['width'], image['height']
-        side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
-        if rng is not None:
-            flip = rng.random() < 0.5
-            side = scaled(32 * rng.integers(15, 26), self.image_size)       # 480, 512, ..., 800
-            if rng.random() < 0.5:
-                W, H = resized(w, h, scaled(rng.choice([400, 500, 600]), self.image_size))
-                low, high = scaled(384, self.image_size), scaled(600, self.image_size)
-                w = int(rng.integers(min(low, W), min(high, W) + 1))
-                h = int(rng.integers(min(low, H), min(high, H) + 1))
-                x, y = rng.integers(W - w + 1), rng.integers(H - h + 1)
-                # [deviation] cut out of the photo itself, because resizing it twice blurs it
-                window = np.array([x / W, y / H, (x + w) / W, (y + h) / H])
-        notes = self.annotations[image['id']]
-        things = [note for note in notes if not note.get('iscrowd')]
-        labels = np.array([self.ids.index(a['category_id']) for a in things], dtype=np.int64)
-        boxes = np.array([a['bbox'] for a in things], dtype=float).reshape(-1, 2, 2)
-        corner = np.stack([boxes[:, 0], boxes.sum(1)]) / whole              # (2, n, x y)
-        first, last = ((corner - window[:2]) / (window[2:] - window[:2])).clip(0, 1)
-        boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
-        if flip:
-            boxes[:, 0] = 1 - boxes[:, 0]
-        kept = (last > first).all(1)
-        return SimpleNamespace(
-            image_id=image['id'], original=whole[::-1], notes=notes, window=window, flip=flip,
-            path=self.photos / image['file_name'],
-            size=resized(w, h, side, scaled(1333, self.image_size)),
-            labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
-
-    def render(self, plan):
-        """A plan's photo, normalised (3, H, W)."""
-        x = to_tensor(read_photo(plan.path), plan.size, plan.window)
-        return x.flip(2) if plan.flip else x
-
-def read_photo(path, upright=False):
-    """Pillow's RGB image, as COCO's boxes want it: only `upright` heeds its EXIF data."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ImportError('photos want `pip install pillow`')
-    photo = Image.open(path)
-    return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
-
-def to_tensor(image, size, window=(0, 0, 1, 1)):
-    """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
-    window = np.multiply(window, image.size * 2)
-    x = np.asarray(image.resize(size, 2, tuple(window)), np.float32)        # 2: bilinear
-    return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
-
-def load_coco(folder, image_size=800):
-    """Train and val of a folder like COCO's: train2017/, val2017/ with photos and annotations/
-    instances_train2017.json, ...; of a single split every tenth photo is for evaluation."""
-    splits = []
-    for name in ('train2017', 'val2017'):
-        if (folder / name).is_dir():
-            notes = folder / 'annotations' / f'instances_{name}.json'
-            splits.append(CocoFolder(folder / name, notes, image_size))
-    if not splits:
-        fail(f'{folder} is no detection data: it needs train2017/, val2017/ and annotations/'
-             'instances_train2017.json, instances_val2017.json')
-    if len(splits) == 1:
-        splits.append(copy.copy(splits[0]))
-        splits[0].images = [x for i, x in enumerate(splits[0].images) if i % 10]
-        splits[1].images = splits[1].images[::10]
-    if splits[0].classes != splits[1].classes:
-        fail(f'{folder}: the categories of its two annotation files differ')
-    return splits
-
-def load_weights(model, path, data):
-    """Fill `model` from a checkpoint of this script, of DETR or of torchvision's ResNet-50, as far
-    as it fits, and say what does not: attention that is replaced, or classes of other data."""
-    if not Path(path).exists():
-        fail(f'--init {path}: no such file; python prepare_data.py {Path(path).stem} gets DETR\'s')
-    state = load_checkpoint(path, own=False)
-    state = state.get('model', state)
-    if 'layer4.0.conv1.weight' in state:
-        state = {'backbone.0.body.' + key: p for key, p in state.items()}
-    own = model.state_dict()
-    coco = (data.ids[0], data.classes[0]) == (1, 'person')
-    if coco and len(state.get('class_embed.bias', ())) == 92:
-        for key in ('class_embed.weight', 'class_embed.bias'):
-            state[key] = state[key][[*data.ids, -1]]  # the rows in use
-    fits = {key: p for key, p in state.items() if key in own and own[key].shape == p.shape}
-    if not fits:
-        fail(f'--init {path}: not one tensor has the name and shape of one of the model')
-    model.load_state_dict(fits, strict=False)
-    fresh = sorted({key.split('.layers')[0] for key in own if key not in fits})
-    print(f'init    {path}: {len(fits)} tensors of {len(own)}; fresh: {", ".join(fresh) or "none"}')
-
-def draw_images(path, grid, c):
-    """A picture of rows of (pixels (H, W, 3), [(score, label, box) to draw in it])."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'no {path.name}: pictures want `pip install matplotlib`')
-    picture = Figure(figsize=(4 * len(grid[0]), 4 * len(grid)), layout='tight')
-    axes = picture.subplots(len(grid), len(grid[0]), squeeze=False)
-    for axis, (pixels, found) in zip(axes.flat, itertools.chain(*grid)):
-        axis.imshow(pixels)
-        axis.axis('off')
-        for score, label, (x0, y0, x1, y1) in sorted(found):  # the surest on top
-            colour = f'C{label % 10}'
-            axis.plot([x0, x1, x1, x0, x0], [y0, y0, y1, y1, y0], colour)
-            axis.text(x0, y0, f'{class_name(c, label)} {score:.2f}', color='white', fontsize=8,
-                      backgroundcolor=colour)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path)
-    print(f'picture {path}')
-
-def class_name(c, label):
-    return [*c.classes.split(','), *['?'] * c.num_classes][label]
-
-def pixels_of(image):
-    """Normalised (3, H, W) -> (H, W, 3), 0 to 1."""
-    return (image.cpu().numpy() * STD + MEAN).clip(0, 1).transpose(1, 2, 0)
-
-@torch.no_grad()
-def report(c, model, log):
-    """What came out, how it came about, and some detections."""
-    rows = [row for row in log if 'AP50' in row]
-    curve = ['{step}: {AP50:.3f}'.format(**row) for row in rows[::-(-len(rows) // 8)]]
-    print('AP50 at step  ' + '  '.join(curve))
-    print('result  AP {AP:.3f}, AP50 {AP50:.3f}'.format(**rows[-1])
-          + '; --cross-attention softmax is the baseline')
-    images, batch, mask = some_images(c, 4)
-    outputs = model.eval()(batch, mask)
-    panels = []
-    for image, found in zip(images, post_process(outputs, [image.shape[1:] for image in images])):
-        panels.append((pixels_of(image), [one for one in found if one[0] >= c.threshold]))
-    draw_images(run_folder(c) / 'detections.png', [panels], model.config)
-
-def some_images(c, n):
-    """--images or, without, n images to judge by -> a list of (3, H, W), and as a batch."""
-    if c.images:
-        images = [see(read_photo(path, upright=True), c) for path in c.images]
-    else:
-        data = load_data(c)
-        images = [data.val.render(plan) for plan in data.plans[:n]]
-    batch, mask, _ = collate([], images, pick_device(c)[0])
-    return images, batch, mask
-
-def see(photo, c):
-    """Pillow's image -> what the model sees of it, (3, H, W)."""
-    return to_tensor(photo, resized(*photo.size, c.image_size, scaled(1333, c.image_size)))
-
-@torch.no_grad()
-def detect(c):
-    """Boxes around what a run finds in photos."""
-    if not c.images:
-        fail('detect wants --images PHOTO')
-    c, model = load_run(c)
-    answers = {}
-    for path in c.images:
-        photo = read_photo(path, upright=True)
-        outputs = model(see(photo, c)[None].to(pick_device(c)[0]))
-        found = sorted(post_process(outputs, [photo.size[::-1]])[0], reverse=True)
-        found = [one for one in found if one[0] >= c.threshold]
-        answers[path] = [(class_name(c, label), score, box) for score, label, box in found]
-        print(f'{path}: {len(found)} found; score, class, left, top, right, bottom in pixels')
-        for name, score, box in answers[path]:
-            print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
-        picture = Path(c.out_dir, SCRIPT, f'{Path(path).stem}-found.png')
-        draw_images(picture, [[(np.asarray(photo), found)]], c)
-    return answers
-
-def objective(x, q, k, penalty, e=0.0):
-    """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
-    left = (q - x @ k).square().sum(-1)
-    return left + (penalty * x.abs() + e * x.square()).sum(-1)
-
-def solver_gap(q, k, own, c):
-    """Mean of f / f* - 1 for the solver's f of [OA Eq. 2] and the f* of 2000 iterations in float64,
-    which does not depend on rho."""
-    q, k = q.cpu().double(), k.cpu().double()
-    options = dict(own=own, sparsity=c.sparsity, ridge=c.ridge, positive=c.positive)
-    penalty, _, e = scales(q, k, **options)
-    x = lasso(q, k, rho=c.rho, iterations=c.iterations, relax=c.relax, **options)
-    best = lasso(q, k, iterations=2000, **options)
-    gap = objective(x, q, k, penalty, e) / objective(best, q, k, penalty, e).clamp_min(1e-12) - 1
-    return gap.clamp_min(0).mean().item()
-
-def diagnose(model, images, mask):
-    """How the decoder chooses -> outputs; for each attention a row of means over queries and heads;
-    x (B, nh, Q, N) of the last one.
-
-    nonzero: tokens with a coefficient of at least 1e-3 of the largest; cosine: between x^T V and q,
-    1 where attention gives back the query; top: share of the largest eigenvalue in the trace of
-    K^T K, 1 where all tokens are alike; gap: f / f* - 1, of the solver's objective to the best.
-    """
-    c = model.config
-    calls, hooks, rows = [], [], []
-    for layer in model.transformer.decoder['layers']:
-        for module in (layer.self_attn, layer.multihead_attn):
-            hooks.append(module.register_forward_pre_hook(lambda *call: calls.append(call)))
-    outputs = model(images, mask)
-    for hook in hooks:
-        hook.remove()
-    for i, (module, (q, k, v, *padding)) in enumerate(calls):
-        q, k, v = module.heads(q, k, v)
-        x, y = module.coefficients(q, k, v, *padding)
-        nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1).float()
-        energy = torch.linalg.eigvalsh(k.mT @ k)                            # (B, nh, hs), rising
-        top = energy[..., -1] / energy.sum(-1)
-        gap = math.nan
-        if module.kind in ('admm', 'admm-vanilla'):
-            over = dictionary(v if c.dict == 'value' else k, *padding or [None], c)
-            gap = solver_gap(q[:2], over[:2], module.own, c)
-        rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
-                         attention=module.kind, nonzero=nonzero.mean().item(),
-                         cosine=F.cosine_similarity(y, q, dim=-1).mean().item(),
-                         top=top.mean().item(), gap=gap))
-    return outputs, rows, x
-
-@torch.no_grad()
-def inspect_run(c):
-    """Where the decoder of a run looks (OA's Fig. 1), how sparsely, and how exact its solver is:
-    in --images or, without, in images to judge by."""
-    c, model = load_run(c)
-    images, batch, mask = some_images(c, 8)
-    outputs, rows, x = diagnose(model, batch, mask)
-    print(diagnose.__doc__.partition('\n\n')[2].rstrip())
-    print(f'{"layer":10}{"attention":22}{"nonzero":>10}{"cosine":>10}{"top":>10}{"gap":>10}')
-    for row in rows:
-        print('{layer:10}{attention:22}{nonzero:10.1f}{cosine:10.3f}{top:10.3f}{gap:10.1e}'
-              .format(**row).replace('nan', '  -'))
-    folder = Path(c.run or Path(c.out_dir, SCRIPT, 'last').read_text())
-    write_csv(folder / 'inspect.csv', rows)
-    grid = model.encode(batch, mask)[3]
-    found = post_process(outputs, [image.shape[1:] for image in images])
-    picture = []
-    for image, own, weight in zip(images[:4], found, x.abs().mean(1)):      # weight (Q, N)
-        best = sorted(range(len(own)), key=lambda query: own[query], reverse=True)[:3]
-        pixels = pixels_of(image)                                           # (H, W, 3)
-        row = [(pixels, [own[query] for query in best])]
-        light = F.interpolate(weight[best].unflatten(1, grid)[None], batch.shape[2:])[0]
-        for part in light.cpu().numpy()[:, :image.size(1), :image.size(2), None]:
-            row.append((pixels * (0.25 + 0.75 * part / max(1e-12, part.max())), []))
-        picture.append(row)
-    draw_images(folder / 'attention.png', picture, c)
-    return rows
-
 # --- tools (identical in all four scripts; test_all.py checks)
 SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # '' where Python keeps none
 
@@ -1792,6 +1282,517 @@ def main(argv=None):
         raise SystemExit(128 + STOP[0])
     return result
 # --- end of tools
+
+# --- tools of this script alone
+def assign(cost):
+    """The assignment of least total cost (n, m), n <= m -> rows, columns. One row after the other
+    enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
+    n, m = cost.shape
+    if n > m:
+        columns, rows = assign(cost.T)
+        order = rows.argsort()
+        return rows[order], columns[order]
+    tiny = 1e-13 * np.abs(cost).max(initial=0)
+    owner = np.full(m, -1)
+    for row in range(n):
+        length = cost[row].astype(float)  # of chains that end in each column
+        before = np.full(m, -1)
+        changed = True
+        while changed:
+            changed = False
+            for j in np.flatnonzero(owner >= 0):  # its owner may change to another column
+                through = length[j] - cost[owner[j], j] + cost[owner[j]]
+                closer = through < length - tiny
+                length[closer] = through[closer]
+                before[closer] = j
+                changed = changed or closer.any()
+        j = np.where(owner < 0, length, np.inf).argmin()
+        while before[j] >= 0:
+            owner[j] = owner[before[j]]
+            j = before[j]
+        owner[j] = row
+    return np.arange(n), owner.argsort()[m - n:]
+
+def match(cost):
+    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs, rows ascending."""
+    try:
+        from scipy.optimize import linear_sum_assignment  # much faster
+        return linear_sum_assignment(cost)
+    except ImportError:
+        return assign(cost)
+
+def truth_of(plans, ids):
+    """What is in the images of these plans, in COCO's json form."""
+    notes = []
+    for plan in plans:
+        notes += plan.notes
+    return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
+                categories=[dict(id=i) for i in ids])
+
+IOUS = np.linspace(0.5, 0.95, 10)
+AREAS = np.array([[0, 1e10], [0, 32 ** 2], [32 ** 2, 96 ** 2], [96 ** 2, 1e10]])
+
+def coco_ap(ground_truth, detections):
+    """COCO's twelve numbers, -1 where there is nothing to find, both arguments in its json form.
+
+    ground_truth: images (id), categories (id), annotations (image_id, category_id, bbox, area,
+    iscrowd); detections: (image_id, category_id, bbox, score). Boxes are x, y, width, height in
+    pixels. The result is pycocotools' own, but that an annotation with id 0 may be found as well.
+    """
+    truth, found = defaultdict(list), defaultdict(list)
+    for x in ground_truth['annotations']:
+        truth[x['category_id'], x['image_id']].append(x)
+    for x in detections:
+        found[x['category_id'], x['image_id']].append(x)
+    images = sorted(x['id'] for x in ground_truth['images'])
+    classes = sorted(x['id'] for x in ground_truth['categories'])
+    precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
+    recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
+    for k, c in enumerate(classes):
+        judged = [judge(truth[c, i], found[c, i]) for i in images if truth[c, i] or found[c, i]]
+        if not judged:
+            continue
+        *parts, wanted = zip(*judged)
+        rank, scores, hit, ignored = [np.concatenate(part, -1) for part in parts]
+        wanted = sum(wanted)                                                # (areas,)
+        order = np.argsort(-scores, kind='stable')
+        for m, most in enumerate((1, 10, 100)):
+            best = order[rank[order] < most]
+            counts = ~ignored[..., best]                                    # (areas, IoUs, D)
+            tp = np.cumsum(hit[..., best] & counts, -1, dtype=float)
+            fp = np.cumsum(~hit[..., best] & counts, -1, dtype=float)
+            for a in np.flatnonzero(wanted):
+                share = tp[a] / wanted[a]
+                recall[m, a, :, k] = share.max(-1, initial=0)
+                p = tp[a] / (tp[a] + fp[a] + np.spacing(1))
+                p = np.maximum.accumulate(p[:, ::-1], axis=1)[:, ::-1]      # never rises again
+                p = np.pad(p, ((0, 0), (0, 1)))  # 0 for what is never reached
+                for t in range(10):  # what is kept is that of 100, the last of `most`
+                    reached = np.searchsorted(share[t], np.linspace(0, 1, 101))
+                    precision[a, t, k] = p[t, reached]
+    figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
+                   APs=precision[1], APm=precision[2], APl=precision[3],
+                   AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
+                   ARs=recall[2, 1], ARm=recall[2, 2], ARl=recall[2, 3])
+    return {name: float(x[x > -1].mean()) if (x > -1).any() else -1.0
+            for name, x in figures.items()}
+
+def judge(truth, found):
+    """The boxes of one image and class -> ranks and scores (D,) of the best 100; which of them hit
+    something and which don't count, (areas, IoUs, D); how many are wanted (areas,)."""
+    found = sorted(found, key=lambda x: -x['score'])[:100]
+    scores = np.array([x['score'] for x in found], dtype=float)
+    dt = np.array([x['bbox'] for x in found], dtype=float).reshape(-1, 4)
+    gt = np.array([x['bbox'] for x in truth], dtype=float).reshape(-1, 4)
+    crowd = np.array([bool(x.get('iscrowd')) for x in truth], dtype=bool)   # (G,)
+    dt_size, gt_size = dt[:, 2] * dt[:, 3], gt[:, 2] * gt[:, 3]
+    outside = lambda size: (size < AREAS[:, :1]) | (size > AREAS[:, 1:])    # (n,) -> (areas, n)
+    size = [x.get('area', own) for x, own in zip(truth, gt_size)]
+    ignore = crowd | outside(np.array(size))                                # (areas, G)
+    first = np.maximum(dt[:, None, :2], gt[:, :2])                          # (D, G, 2)
+    last = np.minimum(dt[:, None, :2] + dt[:, None, 2:], gt[:, :2] + gt[:, 2:])
+    both = (last - first).clip(0).prod(-1)                                  # (D, G)
+    union = dt_size[:, None] + np.where(crowd, 0, gt_size - both)           # a crowd's is the box
+    iou = both / np.maximum(union, 1e-99)
+    hit = np.zeros((4, 10, len(dt)), bool)
+    ignored = np.repeat(outside(dt_size)[:, None], 10, axis=1)
+    free = np.ones((4, 10, len(gt)), bool)
+    for d in range(len(dt) if len(gt) else 0):
+        fits = free & (iou[d] >= IOUS[:, None])                             # (areas, IoUs, G)
+        best = fits & ~ignore[:, None]
+        best = np.where(best.any(-1, keepdims=True), best, fits)  # what is ignored comes second
+        a, t = np.nonzero(fits.any(-1))
+        m = len(gt) - 1 - np.where(best, iou[d], -1)[a, t, ::-1].argmax(-1)  # the last of equals
+        hit[a, t, d] = True
+        ignored[a, t, d] = ignore[a, m]
+        free[a, t, m] = crowd[m]
+    return np.arange(len(dt)), scores, hit, ignored, (~ignore).sum(1)
+
+def overlap(a, b):
+    """Whether 15 % of the smaller one of two boxes (4,), or more, is in both."""
+    sides = (a[2:] + b[2:]) / 2 - abs(a[:2] - b[:2])
+    return sides.clip(0).prod() >= 0.15 * min(a[2:].prod(), b[2:].prod())
+
+@dataclass
+class Shapes:
+    """Drawings of one to four shapes, with boxes. They need no files and no network."""
+    n: int     # drawings
+    side: int  # pixels
+    classes = ['rectangle', 'disc', 'triangle']
+    ids = [1, 2, 3]
+
+    def __len__(self):
+        return self.n
+
+    def plan(self, row, rng=None):
+        """A fresh drawing or, without a generator, the validation drawing of that row."""
+        rng = rng or stream('validation', row)
+        boxes = []
+        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
+            for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):
+                box = np.concatenate([centre, size])
+                if not any(overlap(box, other) for other in boxes):
+                    boxes.append(box)
+                    break
+        labels = torch.from_numpy(rng.integers(3, size=len(boxes)))
+        boxes = torch.tensor(np.array(boxes)).float()
+        notes = []
+        for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
+            box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
+            notes.append(dict(image_id=row + 1, category_id=self.ids[label], bbox=box))
+        return SimpleNamespace(image_id=row + 1, original=(self.side, self.side), notes=notes,
+                               labels=labels, boxes=boxes, noise=int(rng.integers(2 ** 32)))
+
+    def render(self, plan):
+        """-> (3, H, W) float32, normalised."""
+        rng = stream('pixels', plan.noise)
+        grid = (np.arange(self.side, dtype=np.float32) + 0.5) / self.side
+        image = np.full((3, self.side, self.side), rng.uniform(0.2, 0.6), np.float32)  # grey
+        for label, (cx, cy, w, h) in zip(plan.labels.tolist(), plan.boxes.tolist()):
+            x = (grid - cx) / w + 0.5                                       # 0 to 1 in the box
+            y = ((grid - cy) / h + 0.5)[:, None]
+            ink = rng.permutation([0.1, rng.random(), 0.9])
+            top = rng.uniform(0.2, 0.8)
+            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
+            if label == 1:
+                inside = (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25
+            elif label == 2:
+                inside &= (x >= top * (1 - y)) & (x <= 1 - (1 - top) * (1 - y))
+            image[:, inside] = ink[:, None]
+        image += 0.04 * rng.standard_normal(image.shape, np.float32)
+        return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
+
+def scaled(n, image_size):
+    """DETR's sizes are for an image_size of 800; others are in proportion."""
+    return max(1, round(n * image_size / 800))
+
+def resized(w, h, side, most=math.inf):
+    """Width and height, the shorter `side` or, where the longer would pass `most`, less."""
+    short, long = min(w, h), max(w, h)
+    if long / short * side > most:
+        side = max(1, round(most * short / long))
+    long = int(side * long / short)
+    return (side, long) if w < h else (long, side)
+
+class CocoFolder:
+    """Photos and their annotations; row i is the i-th image by id, label i the i-th category."""
+
+    def __init__(self, photos, annotations, image_size):
+        self.photos = photos
+        self.image_size = image_size
+        self.annotations = defaultdict(list)
+        try:
+            data = json.loads(annotations.read_bytes())
+            names = {x['id']: x['name'] for x in data['categories']}
+            self.images = sorted(data['images'], key=lambda x: x['id'])
+            for note in data['annotations']:
+                self.annotations[note['image_id']].append(note)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            fail(f"{annotations} is no file of annotations in COCO's form: {error!r:.200}")
+        self.ids = sorted(names)                                            # label -> category
+        self.classes = [names[i] for i in self.ids]                         # label -> name
+
+    def __len__(self):
+        return len(self.images)
+
+    def plan(self, row, rng=None):
+        """What becomes of a row, with a generator DETR's random flip, crop and size: size (width,
+        height), window (x0 y0 x1 y1, shares of the photo) and flip for render; labels and boxes
+        without crowds and what is cut off."""
+        image = self.images[row]
+        whole = w, h = image['width'], image['height']
+        side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
+        if rng is not None:
+            flip = rng.random() < 0.5
+            side = scaled(32 * rng.integers(15, 26), self.image_size)       # 480, 512, ..., 800
+            if rng.random() < 0.5:
+                W, H = resized(w, h, scaled(rng.choice([400, 500, 600]), self.image_size))
+                low, high = scaled(384, self.image_size), scaled(600, self.image_size)
+                w = int(rng.integers(min(low, W), min(high, W) + 1))
+                h = int(rng.integers(min(low, H), min(high, H) + 1))
+                x, y = rng.integers(W - w + 1), rng.integers(H - h + 1)
+                # [deviation] cut out of the photo itself, because resizing it twice blurs it
+                window = np.array([x / W, y / H, (x + w) / W, (y + h) / H])
+        notes = self.annotations[image['id']]
+        things = [note for note in notes if not note.get('iscrowd')]
+        labels = np.array([self.ids.index(a['category_id']) for a in things], dtype=np.int64)
+        boxes = np.array([a['bbox'] for a in things], dtype=float).reshape(-1, 2, 2)
+        corner = np.stack([boxes[:, 0], boxes.sum(1)]) / whole              # (2, n, x y)
+        first, last = ((corner - window[:2]) / (window[2:] - window[:2])).clip(0, 1)
+        boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
+        if flip:
+            boxes[:, 0] = 1 - boxes[:, 0]
+        kept = (last > first).all(1)
+        return SimpleNamespace(
+            image_id=image['id'], original=whole[::-1], notes=notes, window=window, flip=flip,
+            path=self.photos / image['file_name'],
+            size=resized(w, h, side, scaled(1333, self.image_size)),
+            labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
+
+    def render(self, plan):
+        """A plan's photo, normalised (3, H, W)."""
+        x = to_tensor(read_photo(plan.path), plan.size, plan.window)
+        return x.flip(2) if plan.flip else x
+
+def read_photo(path, upright=False):
+    """Pillow's RGB image, as COCO's boxes want it: only `upright` heeds its EXIF data."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ImportError('photos want `pip install pillow`')
+    photo = Image.open(path)
+    return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
+
+def to_tensor(image, size, window=(0, 0, 1, 1)):
+    """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
+    window = np.multiply(window, image.size * 2)
+    x = np.asarray(image.resize(size, 2, tuple(window)), np.float32)        # 2: bilinear
+    return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
+
+def load_coco(folder, image_size=800):
+    """Train and val of a folder like COCO's: train2017/, val2017/ with photos and annotations/
+    instances_train2017.json, ...; of a single split every tenth photo is for evaluation."""
+    splits = []
+    for name in ('train2017', 'val2017'):
+        if (folder / name).is_dir():
+            notes = folder / 'annotations' / f'instances_{name}.json'
+            splits.append(CocoFolder(folder / name, notes, image_size))
+    if not splits:
+        fail(f'{folder} is no detection data: it needs train2017/, val2017/ and annotations/'
+             'instances_train2017.json, instances_val2017.json')
+    if len(splits) == 1:
+        splits.append(copy.copy(splits[0]))
+        splits[0].images = [x for i, x in enumerate(splits[0].images) if i % 10]
+        splits[1].images = splits[1].images[::10]
+    if splits[0].classes != splits[1].classes:
+        fail(f'{folder}: the categories of its two annotation files differ')
+    return splits
+
+def load_weights(model, path, data):
+    """Fill `model` from a checkpoint of this script, of DETR or of torchvision's ResNet-50, as far
+    as it fits, and say what does not: attention that is replaced, or classes of other data."""
+    if not Path(path).exists():
+        fail(f'--init {path}: no such file; python prepare_data.py {Path(path).stem} gets DETR\'s')
+    state = load_checkpoint(path, own=False)
+    state = state.get('model', state)
+    if 'layer4.0.conv1.weight' in state:
+        state = {'backbone.0.body.' + key: p for key, p in state.items()}
+    own = model.state_dict()
+    coco = (data.ids[0], data.classes[0]) == (1, 'person')
+    if coco and len(state.get('class_embed.bias', ())) == 92:
+        for key in ('class_embed.weight', 'class_embed.bias'):
+            state[key] = state[key][[*data.ids, -1]]  # the rows in use
+    fits = {key: p for key, p in state.items() if key in own and own[key].shape == p.shape}
+    if not fits:
+        fail(f'--init {path}: not one tensor has the name and shape of one of the model')
+    model.load_state_dict(fits, strict=False)
+    fresh = sorted({key.split('.layers')[0] for key in own if key not in fits})
+    print(f'init    {path}: {len(fits)} tensors of {len(own)}; fresh: {", ".join(fresh) or "none"}')
+
+class FrozenBatchNorm2d(nn.Module):
+    """Batch norm whose four vectors never change."""
+
+    def __init__(self, channels):
+        super().__init__()
+        for name, value in dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0).items():
+            self.register_buffer(name, torch.full((channels,), value))
+
+    def forward(self, x):
+        scale = self.weight * (self.running_var + 1e-5).rsqrt()
+        bias = self.bias - self.running_mean * scale
+        return (x * scale[:, None, None] + bias[:, None, None]).to(x.dtype)
+
+class Bottleneck(nn.Module):
+    def __init__(self, inside, width, stride):
+        super().__init__()
+        outside = 4 * width
+        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
+        self.bn1 = FrozenBatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = FrozenBatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
+        self.bn3 = FrozenBatchNorm2d(outside)
+        self.downsample = nn.Identity() if inside == outside else nn.Sequential(
+            nn.Conv2d(inside, outside, 1, stride, bias=False), FrozenBatchNorm2d(outside))
+
+    def forward(self, x):
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+class ResNet50(nn.Module):
+    """torchvision's keys. As in DETR, its first layers never learn."""
+    channels = 2048
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn1 = FrozenBatchNorm2d(64)
+        inside = 64
+        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
+            stage = nn.Sequential()
+            for j in range(blocks):
+                stage.append(Bottleneck(inside, width, stride=2 if i > 1 and j == 0 else 1))
+                inside = 4 * width
+            self.add_module(f'layer{i}', stage)
+        self.conv1.requires_grad_(False)
+        self.layer1.requires_grad_(False)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
+        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+def draw_images(path, grid, c):
+    """A picture of rows of (pixels (H, W, 3), [(score, label, box) to draw in it])."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print(f'no {path.name}: pictures want `pip install matplotlib`')
+    picture = Figure(figsize=(4 * len(grid[0]), 4 * len(grid)), layout='tight')
+    axes = picture.subplots(len(grid), len(grid[0]), squeeze=False)
+    for axis, (pixels, found) in zip(axes.flat, itertools.chain(*grid)):
+        axis.imshow(pixels)
+        axis.axis('off')
+        for score, label, (x0, y0, x1, y1) in sorted(found):  # the surest on top
+            colour = f'C{label % 10}'
+            axis.plot([x0, x1, x1, x0, x0], [y0, y0, y1, y1, y0], colour)
+            axis.text(x0, y0, f'{class_name(c, label)} {score:.2f}', color='white', fontsize=8,
+                      backgroundcolor=colour)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path)
+    print(f'picture {path}')
+
+def class_name(c, label):
+    return [*c.classes.split(','), *['?'] * c.num_classes][label]
+
+def pixels_of(image):
+    """Normalised (3, H, W) -> (H, W, 3), 0 to 1."""
+    return (image.cpu().numpy() * STD + MEAN).clip(0, 1).transpose(1, 2, 0)
+
+@torch.no_grad()
+def report(c, model, log):
+    """What came out, how it came about, and some detections."""
+    rows = [row for row in log if 'AP50' in row]
+    curve = ['{step}: {AP50:.3f}'.format(**row) for row in rows[::-(-len(rows) // 8)]]
+    print('AP50 at step  ' + '  '.join(curve))
+    print('result  AP {AP:.3f}, AP50 {AP50:.3f}'.format(**rows[-1])
+          + '; --cross-attention softmax is the baseline')
+    images, batch, mask = some_images(c, 4)
+    outputs = model.eval()(batch, mask)
+    panels = []
+    for image, found in zip(images, post_process(outputs, [image.shape[1:] for image in images])):
+        panels.append((pixels_of(image), [one for one in found if one[0] >= c.threshold]))
+    draw_images(run_folder(c) / 'detections.png', [panels], model.config)
+
+def some_images(c, n):
+    """--images or, without, n images to judge by -> a list of (3, H, W), and as a batch."""
+    if c.images:
+        images = [see(read_photo(path, upright=True), c) for path in c.images]
+    else:
+        data = load_data(c)
+        images = [data.val.render(plan) for plan in data.plans[:n]]
+    batch, mask, _ = collate([], images, pick_device(c)[0])
+    return images, batch, mask
+
+def see(photo, c):
+    """Pillow's image -> what the model sees of it, (3, H, W)."""
+    return to_tensor(photo, resized(*photo.size, c.image_size, scaled(1333, c.image_size)))
+
+@torch.no_grad()
+def detect(c):
+    """Boxes around what a run finds in photos."""
+    if not c.images:
+        fail('detect wants --images PHOTO')
+    c, model = load_run(c)
+    answers = {}
+    for path in c.images:
+        photo = read_photo(path, upright=True)
+        outputs = model(see(photo, c)[None].to(pick_device(c)[0]))
+        found = sorted(post_process(outputs, [photo.size[::-1]])[0], reverse=True)
+        found = [one for one in found if one[0] >= c.threshold]
+        answers[path] = [(class_name(c, label), score, box) for score, label, box in found]
+        print(f'{path}: {len(found)} found; score, class, left, top, right, bottom in pixels')
+        for name, score, box in answers[path]:
+            print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
+        picture = Path(c.out_dir, SCRIPT, f'{Path(path).stem}-found.png')
+        draw_images(picture, [[(np.asarray(photo), found)]], c)
+    return answers
+
+def objective(x, q, k, penalty, e=0.0):
+    """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
+    left = (q - x @ k).square().sum(-1)
+    return left + (penalty * x.abs() + e * x.square()).sum(-1)
+
+def solver_gap(q, k, own, c):
+    """Mean of f / f* - 1 for the solver's f of [OA Eq. 2] and the f* of 2000 iterations in float64,
+    which does not depend on rho."""
+    q, k = q.cpu().double(), k.cpu().double()
+    options = dict(own=own, sparsity=c.sparsity, ridge=c.ridge, positive=c.positive)
+    penalty, _, e = scales(q, k, **options)
+    x = lasso(q, k, rho=c.rho, iterations=c.iterations, relax=c.relax, **options)
+    best = lasso(q, k, iterations=2000, **options)
+    gap = objective(x, q, k, penalty, e) / objective(best, q, k, penalty, e).clamp_min(1e-12) - 1
+    return gap.clamp_min(0).mean().item()
+
+def diagnose(model, images, mask):
+    """How the decoder chooses -> outputs; for each attention a row of means over queries and heads;
+    x (B, nh, Q, N) of the last one.
+
+    nonzero: tokens with a coefficient of at least 1e-3 of the largest; cosine: between x^T V and q,
+    1 where attention gives back the query; top: share of the largest eigenvalue in the trace of
+    K^T K, 1 where all tokens are alike; gap: f / f* - 1, of the solver's objective to the best.
+    """
+    c = model.config
+    calls, hooks, rows = [], [], []
+    for layer in model.transformer.decoder['layers']:
+        for module in (layer.self_attn, layer.multihead_attn):
+            hooks.append(module.register_forward_pre_hook(lambda *call: calls.append(call)))
+    outputs = model(images, mask)
+    for hook in hooks:
+        hook.remove()
+    for i, (module, (q, k, v, *padding)) in enumerate(calls):
+        q, k, v = module.heads(q, k, v)
+        x, y = module.coefficients(q, k, v, *padding)
+        nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1).float()
+        energy = torch.linalg.eigvalsh(k.mT @ k)                            # (B, nh, hs), rising
+        top = energy[..., -1] / energy.sum(-1)
+        gap = math.nan
+        if module.kind in ('admm', 'admm-vanilla'):
+            over = dictionary(v if c.dict == 'value' else k, *padding or [None], c)
+            gap = solver_gap(q[:2], over[:2], module.own, c)
+        rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
+                         attention=module.kind, nonzero=nonzero.mean().item(),
+                         cosine=F.cosine_similarity(y, q, dim=-1).mean().item(),
+                         top=top.mean().item(), gap=gap))
+    return outputs, rows, x
+
+@torch.no_grad()
+def inspect_run(c):
+    """Where the decoder of a run looks (OA's Fig. 1), how sparsely, and how exact its solver is:
+    in --images or, without, in images to judge by."""
+    c, model = load_run(c)
+    images, batch, mask = some_images(c, 8)
+    outputs, rows, x = diagnose(model, batch, mask)
+    print(diagnose.__doc__.partition('\n\n')[2].rstrip())
+    print(f'{"layer":10}{"attention":22}{"nonzero":>10}{"cosine":>10}{"top":>10}{"gap":>10}')
+    for row in rows:
+        print('{layer:10}{attention:22}{nonzero:10.1f}{cosine:10.3f}{top:10.3f}{gap:10.1e}'
+              .format(**row).replace('nan', '  -'))
+    folder = Path(c.run or Path(c.out_dir, SCRIPT, 'last').read_text())
+    write_csv(folder / 'inspect.csv', rows)
+    grid = model.encode(batch, mask)[3]
+    found = post_process(outputs, [image.shape[1:] for image in images])
+    picture = []
+    for image, own, weight in zip(images[:4], found, x.abs().mean(1)):      # weight (Q, N)
+        best = sorted(range(len(own)), key=lambda query: own[query], reverse=True)[:3]
+        pixels = pixels_of(image)                                           # (H, W, 3)
+        row = [(pixels, [own[query] for query in best])]
+        light = F.interpolate(weight[best].unflatten(1, grid)[None], batch.shape[2:])[0]
+        for part in light.cpu().numpy()[:, :image.size(1), :image.size(2), None]:
+            row.append((pixels * (0.25 + 0.75 * part / max(1e-12, part.max())), []))
+        picture.append(row)
+    draw_images(folder / 'attention.png', picture, c)
+    return rows
 
 ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
            'inspect': inspect_run, 'detect': detect}

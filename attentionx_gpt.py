@@ -634,86 +634,6 @@ def train(c, folder=None):
 # --- end of training loop
 
 # ------------------------------------ tools ------------------------------------
-def report(c, model, log):
-    """What came out, beside a yardstick, and a sample."""
-    data, loss, bits = load_data(c), log[-1]['val_loss'], ''
-    if data.val_bytes:  # comparable across tokenizers
-        bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
-    print(f'result: validation loss {loss:.3f} nats per token{bits}\n'
-          f'        counting pairs of tokens gives {bigram_loss(data):.3f} nats')
-    complete(c, model)
-
-def bigram_loss(data):
-    """Nats per validation token for a model that has only counted pairs: a yardstick."""
-    train, val = data.train[:5 * 10**6].tolist(), data.val[:10**6].tolist()
-    single, pair = Counter(train), Counter(zip(train, train[1:]))
-    total = 0.0
-    for x, y in zip(val, val[1:]):
-        prior = (single[y] + 1) / (len(train) + data.vocab_size)
-        total -= math.log((pair[x, y] + prior) / (single[x] + 1))
-    return total / (len(val) - 1)
-
-def complete(c, model):
-    """Print a text, --prompt, and what the model makes of it."""
-    encoding = get_tokenizer(model.config.tokenizer)
-    prompt = encoding.encode_ordinary(c.prompt)
-    if not prompt:
-        fail('--prompt: nothing to go on from')
-    torch.manual_seed(c.seed)
-    idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
-    tokens = model.eval().generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
-    text = encoding.decode([t for t in tokens if t < encoding.n_vocab])
-    print(f'sample of what it writes after {c.prompt!r}:\n{text}')
-    return text
-
-@torch.no_grad()
-def diagnose(model, idx):
-    """What attention does with idx (B, T): for each layer a dict of means over the tokens.
-
-    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o and their cosines with the layer's
-    input X, alpha <MH,V> / <V,V>, p_own the attention of a token to itself, gamma.
-    """
-    rows = []
-    x = model.embed(idx)  # (B, T, C)
-    for block in model.transformer.h:
-        attn = block.attn
-        q, k, v = attn.qkv(block.ln_1(x))  # (B, T, nh, hs)
-        mh = multi_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                        model.config.zero_diag)
-        update = ATTENTION[model.config.attention](mh, v, attn.gamma)
-        delta = update[0] if type(update) is tuple else update
-        out, out_mh = attn(block.ln_1(x)), attn.c_proj(mh.flatten(2))  # (B, T, C)
-        scores = torch.einsum('bqnh,bknh->bnqk', q, k) / math.sqrt(q.size(-1))
-        weights = (scores + torch.full_like(scores, -math.inf).triu(1)).softmax(-1)
-        p_own = weights.diagonal(dim1=2, dim2=3) * (not model.config.zero_diag)  # (B, nh, T)
-        figures = dict(
-            mh=mh.flatten(2).norm(dim=-1), update=delta.flatten(2).norm(dim=-1),
-            mh_out=out_mh.norm(dim=-1), update_out=out.norm(dim=-1),
-            cos_mh=F.cosine_similarity(out_mh, x, -1), cos_update=F.cosine_similarity(out, x, -1),
-            alpha=(mh * v).sum((2, 3)) / (v * v).sum((2, 3)), p_own=p_own,
-            gamma=torch.as_tensor(attn.gamma).float())
-        rows.append({name: value.mean().item() for name, value in figures.items()})
-        x = block(x)
-    return rows
-
-def inspect_layers(c):
-    """Train, and look into the layers. AX1 guesses that the discrepancy shrinks with depth."""
-    val = load_data(c).val
-    starts = np.linspace(0, len(val) - c.block_size - 1, 8).astype(np.int64)
-    idx, _ = windows(val, starts, c, pick_device(c)[0])
-    rows = []
-    for step, model, log in train(c):
-        if step % c.eval_interval == 0 or step == c.max_iters:
-            for layer, figures in enumerate(diagnose(model.eval(), idx)):
-                rows.append(dict(step=step, layer=layer, **figures))
-    for row in rows[-c.n_layer:]:
-        print(f'layer {row["layer"]}: {show(row)}')
-    folder = run_folder(c, 'inspect-')
-    write_csv(folder / 'inspect.csv', rows)
-    layers = {f'layer {i}': [rows[i::c.n_layer]] for i in range(c.n_layer)}
-    draw(folder / 'inspect.png', layers, [('step', name) for name in figures])
-    return rows
-
 # --- tools (identical in all four scripts; test_all.py checks)
 SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # '' where Python keeps none
 
@@ -1084,6 +1004,87 @@ def main(argv=None):
         raise SystemExit(128 + STOP[0])
     return result
 # --- end of tools
+
+# --- tools of this script alone
+def report(c, model, log):
+    """What came out, beside a yardstick, and a sample."""
+    data, loss, bits = load_data(c), log[-1]['val_loss'], ''
+    if data.val_bytes:  # comparable across tokenizers
+        bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
+    print(f'result: validation loss {loss:.3f} nats per token{bits}\n'
+          f'        counting pairs of tokens gives {bigram_loss(data):.3f} nats')
+    complete(c, model)
+
+def bigram_loss(data):
+    """Nats per validation token for a model that has only counted pairs: a yardstick."""
+    train, val = data.train[:5 * 10**6].tolist(), data.val[:10**6].tolist()
+    single, pair = Counter(train), Counter(zip(train, train[1:]))
+    total = 0.0
+    for x, y in zip(val, val[1:]):
+        prior = (single[y] + 1) / (len(train) + data.vocab_size)
+        total -= math.log((pair[x, y] + prior) / (single[x] + 1))
+    return total / (len(val) - 1)
+
+def complete(c, model):
+    """Print a text, --prompt, and what the model makes of it."""
+    encoding = get_tokenizer(model.config.tokenizer)
+    prompt = encoding.encode_ordinary(c.prompt)
+    if not prompt:
+        fail('--prompt: nothing to go on from')
+    torch.manual_seed(c.seed)
+    idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
+    tokens = model.eval().generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
+    text = encoding.decode([t for t in tokens if t < encoding.n_vocab])
+    print(f'sample of what it writes after {c.prompt!r}:\n{text}')
+    return text
+
+@torch.no_grad()
+def diagnose(model, idx):
+    """What attention does with idx (B, T): for each layer a dict of means over the tokens.
+
+    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o and their cosines with the layer's
+    input X, alpha <MH,V> / <V,V>, p_own the attention of a token to itself, gamma.
+    """
+    rows = []
+    x = model.embed(idx)  # (B, T, C)
+    for block in model.transformer.h:
+        attn = block.attn
+        q, k, v = attn.qkv(block.ln_1(x))  # (B, T, nh, hs)
+        mh = multi_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                        model.config.zero_diag)
+        update = ATTENTION[model.config.attention](mh, v, attn.gamma)
+        delta = update[0] if type(update) is tuple else update
+        out, out_mh = attn(block.ln_1(x)), attn.c_proj(mh.flatten(2))  # (B, T, C)
+        scores = torch.einsum('bqnh,bknh->bnqk', q, k) / math.sqrt(q.size(-1))
+        weights = (scores + torch.full_like(scores, -math.inf).triu(1)).softmax(-1)
+        p_own = weights.diagonal(dim1=2, dim2=3) * (not model.config.zero_diag)  # (B, nh, T)
+        figures = dict(
+            mh=mh.flatten(2).norm(dim=-1), update=delta.flatten(2).norm(dim=-1),
+            mh_out=out_mh.norm(dim=-1), update_out=out.norm(dim=-1),
+            cos_mh=F.cosine_similarity(out_mh, x, -1), cos_update=F.cosine_similarity(out, x, -1),
+            alpha=(mh * v).sum((2, 3)) / (v * v).sum((2, 3)), p_own=p_own,
+            gamma=torch.as_tensor(attn.gamma).float())
+        rows.append({name: value.mean().item() for name, value in figures.items()})
+        x = block(x)
+    return rows
+
+def inspect_layers(c):
+    """Train, and look into the layers. AX1 guesses that the discrepancy shrinks with depth."""
+    val = load_data(c).val
+    starts = np.linspace(0, len(val) - c.block_size - 1, 8).astype(np.int64)
+    idx, _ = windows(val, starts, c, pick_device(c)[0])
+    rows = []
+    for step, model, log in train(c):
+        if step % c.eval_interval == 0 or step == c.max_iters:
+            for layer, figures in enumerate(diagnose(model.eval(), idx)):
+                rows.append(dict(step=step, layer=layer, **figures))
+    for row in rows[-c.n_layer:]:
+        print(f'layer {row["layer"]}: {show(row)}')
+    folder = run_folder(c, 'inspect-')
+    write_csv(folder / 'inspect.csv', rows)
+    layers = {f'layer {i}': [rows[i::c.n_layer]] for i in range(c.n_layer)}
+    draw(folder / 'inspect.png', layers, [('step', name) for name in figures])
+    return rows
 
 ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
            'inspect': inspect_layers, 'sample': lambda c: complete(*load_run(c))}

@@ -73,10 +73,6 @@ def fail(message):
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
-def stream(name, *numbers):
-    """A generator of its own. (NumPy pads seeds with zeros: [1, 7] alone would equal [1, 7, 0].)"""
-    return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
-
 # ------------------------------------ the papers' method ------------------------------------
 def multi_head(q, k, v, zero_diag=False):
     """MH = softmax(QK^T / sqrt(hs)) V, q, k, v (B, nh, T, hs) -> (B, T, nh, hs).  [BF Eq. 9]"""
@@ -456,6 +452,10 @@ class SETAdam(torch.optim.Optimizer):
                 p.sub_(step * (group['lr'] / (1 - beta1 ** t)))
 
 # ------------------------------------ data ------------------------------------
+def stream(name, *numbers):
+    """A generator of its own. (NumPy pads seeds with zeros: [1, 7] alone would equal [1, 7, 0].)"""
+    return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
+
 def load_data(c):
     """-> train, val, test: images, bytes (N, 3, H, W) or paths of photos (N,), and labels (N,)."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
@@ -859,210 +859,6 @@ def train(c, folder=None):
 # --- end of training loop
 
 # ------------------------------------ tools ------------------------------------
-SHAPES = {  # how far a point (x, y) lies outside of a shape, in half its size
-    'disc': lambda x, y: np.hypot(x, y) - 0.8,
-    'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
-    'square': lambda x, y: np.maximum(abs(x), abs(y)) - 0.7,
-    'frame': lambda x, y: abs(np.maximum(abs(x), abs(y)) - 0.6) - 0.17,
-    'triangle': lambda x, y: np.maximum(0.866 * abs(x) + 0.5 * y, -y) - 0.5,
-    'cross': lambda x, y: np.minimum(np.maximum(abs(x) - 0.25, abs(y) - 0.9),
-                                     np.maximum(abs(y) - 0.25, abs(x) - 0.9)),
-    'star': lambda x, y: np.hypot(x, y) - 0.6 - 0.35 * np.cos(5 * np.arctan2(y, x)),
-    'moon': lambda x, y: np.maximum(np.hypot(x, y) - 0.9, 0.75 - np.hypot(x - 0.45, y)),
-    'bars': lambda x, y: np.maximum(abs(abs(x) - 0.45) - 0.2, abs(y) - 0.85),
-    'dots': lambda x, y: np.hypot(abs(x) - 0.55, y) - 0.38,
-}
-
-@functools.lru_cache(2)
-def draw_shapes(n, seed):
-    """n drawings -> images (n, 3, 32, 32) uint8, labels (n,). Place, size, angle, colours, light
-    and noise are chance, so that only many pixels together tell a shape."""
-    rng = stream('shapes', seed)
-    images = np.empty((n, 3, 32, 32), np.uint8)
-    labels = rng.integers(10, size=n)
-    ramp = np.linspace(-1, 1, 32)
-    for image, label in zip(images, labels):
-        half, turn = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)        # size in pixels, angle
-        x, y = (15.5 * ramp - rng.uniform(half - 15, 15 - half, (2, 1))) / half
-        y = y[:, None]
-        cos, sin = math.cos(turn), math.sin(turn)
-        outside = list(SHAPES.values())[label](cos * x + sin * y, cos * y - sin * x)
-        cover = np.clip(0.5 - half * outside, 0, 1)                         # (32, 32)
-        paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
-        across, down = rng.uniform(-40, 40, (2, 3, 1, 1))
-        light = across * ramp + down * ramp[:, None]                        # (3, 32, 32)
-        noise = rng.normal(0, 10, (3, 32, 32))
-        image[:] = (paper + light + ink * cover + noise).clip(0, 255)
-    return images, labels
-
-def load_arrays(folder):
-    """train.npz and, if there, test.npz: images (N, 3, H, W) uint8, labels (N,); meta.json."""
-    parts = {}
-    for path in sorted(folder.glob('t*.npz')):
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                images, labels = file['images'], file['labels'].astype(np.int64)
-            if images.dtype != np.uint8 or images.shape[:2] != (len(labels), 3):
-                raise ValueError(f'images are {images.dtype} {images.shape}')
-        except Exception as error:  # numpy and zipfile raise half a dozen kinds
-            fail(f'{path} wants images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
-        parts[path.stem] = images, labels
-    classes = [str(i) for i in range(max(labels) + 1)]
-    if (folder / 'meta.json').exists():
-        classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
-    return parts['train'], parts.get('test'), classes
-
-def load_photos(folder):
-    """Photos in CLASS/*, or in train/CLASS/* and, for the test, val/CLASS/*, as ImageNet's are."""
-    root = folder / 'train' if (folder / 'train').is_dir() else folder
-    classes = sorted(path.name for path in root.iterdir() if path.is_dir())
-    if len(classes) < 2:
-        fail(f'{folder}: wants train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
-    def photos(root):
-        found = [(str(path), label) for label, name in enumerate(classes)
-                 for path in sorted((root / name).rglob('*.*'))
-                 if path.suffix.lower() in ('.jpg', '.jpeg', '.png', '.bmp', '.webp')]
-        paths, labels = zip(*found or fail(f'{root} has no photos in its folders'))
-        return np.array(paths), np.array(labels)
-    test = photos(folder / 'val') if root != folder and (folder / 'val').is_dir() else None
-    return photos(root), test, classes
-
-def read_photo(path, size, chance=None):
-    """A photo -> (3, size, size) uint8: its middle, as ImageNet is judged, or by four numbers of
-    chance a crop of 8 to 100 % of its area, sides 3:4 to 4:3."""
-    try:
-        from PIL import Image, ImageOps
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file).convert('RGB')
-    except ImportError:
-        raise OSError('photos want `pip install pillow`')
-    except OSError as error:
-        raise OSError(f'{path} is no photo: {error}')
-    width, height = image.size
-    w = h = min(width, height) * (0.875 if size > 64 else 1.0)
-    left, top = (width - w) / 2, (height - h) / 2
-    if chance is not None:
-        area = width * height * (0.08 + 0.92 * chance[0])
-        aspect = (4 / 3) ** (2 * chance[1] - 1)
-        w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
-        left, top = chance[2] * (width - w), chance[3] * (height - h)
-    image = image.resize((size, size), Image.BICUBIC, (left, top, left + w, top + h))
-    return np.asarray(image).transpose(2, 0, 1)
-
-def load_weights(model, path):
-    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized."""
-    saved = load_checkpoint(path, own=False)
-    weights = dict(saved.get('model', saved))
-    try:
-        g = math.isqrt(model.pos_embed.size(1) - 1)
-        weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
-        classes = len(weights['head.weight'])
-        if classes != len(model.head.weight):
-            print(f'note    {path} has {classes} classes: a new output layer')
-            weights.update({'head.weight': model.head.weight, 'head.bias': model.head.bias})
-        model.load_state_dict(weights)
-    except (KeyError, RuntimeError) as error:
-        fail(f'--init {path} does not fit: {" ".join(str(error).split())[:200]}')
-
-def linear_accuracy(data, c):
-    """A yardstick: right answers in the test of ridge regression on pixels, 10,000 images."""
-    x, y = [], []
-    for images, labels in (data.train, data.test):
-        pixels = view(data, images[:10000], 32, c).flatten(1)
-        x.append(F.pad(pixels, (0, 1), value=1.0))                          # (N, 3 32^2 + 1)
-        y.append(torch.from_numpy(labels[:10000]))
-    ridge = x[0].T @ x[0] + len(x[0]) * torch.eye(x[0].size(1))
-    weights = torch.linalg.solve(ridge, x[0].T @ F.one_hot(y[0]).float())
-    return ((x[1] @ weights).argmax(1) == y[1]).float().mean().item()
-
-def report(c, model, log):
-    """What came out, beside a yardstick."""
-    data, last = load_data(c), log[-1]
-    print(f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
-          f'{100 * last["best_test_acc"]:.1f} %\n'
-          f'        a linear model of the same pixels: {100 * linear_accuracy(data, c):.1f} %, '
-          f'chance: {100 / len(data.classes):.1f} %')
-
-@torch.no_grad()
-def predict(c):
-    """The classes that train's last run, or --run, finds likeliest in each of --images."""
-    run, model = load_run(c)
-    answers = []
-    for image in c.images or fail('predict wants --images PHOTO'):
-        photo = torch.tensor(read_photo(image, run.image_size))[None]       # (1, 3, H, W)
-        x = normalise(photo.to(model.head.weight.device), run.image_size, run)
-        chances = model(x)[0, :len(run.classes)].softmax(-1)
-        best = [(run.classes[i], chances[i].item()) for i in chances.argsort(descending=True)[:5]]
-        print(f'{image}: ' + ', '.join(f'{name} {100 * p:.1f} %' for name, p in best))
-        answers.append(best)
-    return answers
-
-@torch.no_grad()
-def diagnose(model, images):
-    """What the class token's attention does: for each layer a dict of means over the images, and
-    maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
-
-    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o, their cosines with the layer's input
-    X, alpha. Delta is never longer than MH [BF Eq. 11]; after W^o, whatever BF says, it can be.
-    """
-    c, rows, maps = model.config, [], []
-    x, grid = model.embed(images)
-    for block in model.blocks:
-        attn = block.attn
-        q, k, v, mh = attn.heads(block.norm1(x))                            # (B, T, nh, hs)
-        update = ATTENTION[c.attention](mh, v, attn.gamma)
-        update = update[0] if type(update) is tuple else update
-        v, mh, update = [t[:, 0].flatten(1) for t in (v, mh, update)]       # (B, nh hs)
-        mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
-        norms = dict(mh=mh, update=update, mh_out=mh_out, update_out=update_out)
-        row = {name: t.norm(dim=1).mean().item() for name, t in norms.items()}
-        row['cos_mh'] = F.cosine_similarity(mh_out, x[:, 0]).mean().item()
-        row['cos_update'] = F.cosine_similarity(update_out, x[:, 0]).mean().item()
-        row['alpha'] = ((mh * v).sum(1) / (v * v).sum(1)).mean().item()
-        rows.append(row)
-        scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
-        if c.zero_diag:
-            scores[..., 0] = -math.inf
-        p = scores.softmax(-1).mean(1)[:, 1:]                               # (B, h w)
-        maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
-        x = block(x, grid)
-    return rows, maps
-
-def draw_maps(path, images, maps):
-    """A row of images, and for each layer a row of them lit where the class token looks."""
-    try:
-        from matplotlib.image import imsave
-    except ImportError:
-        return
-    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
-    rows = [(images - low) / (high - low)]
-    for light in maps:
-        light = F.interpolate(light[:, None], images.shape[2:])             # (B, 1, H, W)
-        rows.append((0.2 + 0.8 * light) * rows[0])
-    tiles = F.pad(torch.stack(rows), (1, 1, 1, 1), value=1.0)               # (rows, B, 3, H, W)
-    sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)        # (height, width, 3)
-    imsave(path, sheet.repeat_interleave(3, 0).repeat_interleave(3, 1).cpu().numpy())
-    print(f'picture {path}')
-
-def inspect_layers(c):
-    """Train, and look into the layers: BF's Fig. 3, which has the first epoch, and maps."""
-    data = load_data(c)
-    images = view(data, data.val[0][:64], c.image_size, c, pick_device(c)[0])
-    rows = []
-    for step, model, log in train(c):
-        if step % c.eval_interval == 0 or step == c.max_iters:
-            layers, maps = diagnose(model.eval(), images)
-            rows += [dict(step=step, layer=i, **figures) for i, figures in enumerate(layers)]
-    for row in rows[-c.depth:]:
-        print(f'layer {row["layer"]}: {show(row)}')
-    folder = run_folder(c, 'inspect-')
-    write_csv(folder / 'inspect.csv', rows)
-    logs = {f'layer {i}': [rows[i::c.depth]] for i in range(c.depth)}
-    draw(folder / 'inspect.png', logs, [('step', name) for name in layers[0]])
-    if RANK == 0:
-        draw_maps(folder / 'attention.png', images[:8], [map[:8] for map in maps])
-    return rows
-
 # --- tools (identical in all four scripts; test_all.py checks)
 SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # '' where Python keeps none
 
@@ -1433,6 +1229,211 @@ def main(argv=None):
         raise SystemExit(128 + STOP[0])
     return result
 # --- end of tools
+
+# --- tools of this script alone
+SHAPES = {  # how far a point (x, y) lies outside of a shape, in half its size
+    'disc': lambda x, y: np.hypot(x, y) - 0.8,
+    'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
+    'square': lambda x, y: np.maximum(abs(x), abs(y)) - 0.7,
+    'frame': lambda x, y: abs(np.maximum(abs(x), abs(y)) - 0.6) - 0.17,
+    'triangle': lambda x, y: np.maximum(0.866 * abs(x) + 0.5 * y, -y) - 0.5,
+    'cross': lambda x, y: np.minimum(np.maximum(abs(x) - 0.25, abs(y) - 0.9),
+                                     np.maximum(abs(y) - 0.25, abs(x) - 0.9)),
+    'star': lambda x, y: np.hypot(x, y) - 0.6 - 0.35 * np.cos(5 * np.arctan2(y, x)),
+    'moon': lambda x, y: np.maximum(np.hypot(x, y) - 0.9, 0.75 - np.hypot(x - 0.45, y)),
+    'bars': lambda x, y: np.maximum(abs(abs(x) - 0.45) - 0.2, abs(y) - 0.85),
+    'dots': lambda x, y: np.hypot(abs(x) - 0.55, y) - 0.38,
+}
+
+@functools.lru_cache(2)
+def draw_shapes(n, seed):
+    """n drawings -> images (n, 3, 32, 32) uint8, labels (n,). Place, size, angle, colours, light
+    and noise are chance, so that only many pixels together tell a shape."""
+    rng = stream('shapes', seed)
+    images = np.empty((n, 3, 32, 32), np.uint8)
+    labels = rng.integers(10, size=n)
+    ramp = np.linspace(-1, 1, 32)
+    for image, label in zip(images, labels):
+        half, turn = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)        # size in pixels, angle
+        x, y = (15.5 * ramp - rng.uniform(half - 15, 15 - half, (2, 1))) / half
+        y = y[:, None]
+        cos, sin = math.cos(turn), math.sin(turn)
+        outside = list(SHAPES.values())[label](cos * x + sin * y, cos * y - sin * x)
+        cover = np.clip(0.5 - half * outside, 0, 1)                         # (32, 32)
+        paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
+        across, down = rng.uniform(-40, 40, (2, 3, 1, 1))
+        light = across * ramp + down * ramp[:, None]                        # (3, 32, 32)
+        noise = rng.normal(0, 10, (3, 32, 32))
+        image[:] = (paper + light + ink * cover + noise).clip(0, 255)
+    return images, labels
+
+def load_arrays(folder):
+    """train.npz and, if there, test.npz: images (N, 3, H, W) uint8, labels (N,); meta.json."""
+    parts = {}
+    for path in sorted(folder.glob('t*.npz')):
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                images, labels = file['images'], file['labels'].astype(np.int64)
+            if images.dtype != np.uint8 or images.shape[:2] != (len(labels), 3):
+                raise ValueError(f'images are {images.dtype} {images.shape}')
+        except Exception as error:  # numpy and zipfile raise half a dozen kinds
+            fail(f'{path} wants images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
+        parts[path.stem] = images, labels
+    classes = [str(i) for i in range(max(labels) + 1)]
+    if (folder / 'meta.json').exists():
+        classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
+    return parts['train'], parts.get('test'), classes
+
+def load_photos(folder):
+    """Photos in CLASS/*, or in train/CLASS/* and, for the test, val/CLASS/*, as ImageNet's are."""
+    root = folder / 'train' if (folder / 'train').is_dir() else folder
+    classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+    if len(classes) < 2:
+        fail(f'{folder}: wants train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
+    def photos(root):
+        found = [(str(path), label) for label, name in enumerate(classes)
+                 for path in sorted((root / name).rglob('*.*'))
+                 if path.suffix.lower() in ('.jpg', '.jpeg', '.png', '.bmp', '.webp')]
+        paths, labels = zip(*found or fail(f'{root} has no photos in its folders'))
+        return np.array(paths), np.array(labels)
+    test = photos(folder / 'val') if root != folder and (folder / 'val').is_dir() else None
+    return photos(root), test, classes
+
+def read_photo(path, size, chance=None):
+    """A photo -> (3, size, size) uint8: its middle, as ImageNet is judged, or by four numbers of
+    chance a crop of 8 to 100 % of its area, sides 3:4 to 4:3."""
+    try:
+        from PIL import Image, ImageOps
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file).convert('RGB')
+    except ImportError:
+        raise OSError('photos want `pip install pillow`')
+    except OSError as error:
+        raise OSError(f'{path} is no photo: {error}')
+    width, height = image.size
+    w = h = min(width, height) * (0.875 if size > 64 else 1.0)
+    left, top = (width - w) / 2, (height - h) / 2
+    if chance is not None:
+        area = width * height * (0.08 + 0.92 * chance[0])
+        aspect = (4 / 3) ** (2 * chance[1] - 1)
+        w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
+        left, top = chance[2] * (width - w), chance[3] * (height - h)
+    image = image.resize((size, size), Image.BICUBIC, (left, top, left + w, top + h))
+    return np.asarray(image).transpose(2, 0, 1)
+
+def load_weights(model, path):
+    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized."""
+    saved = load_checkpoint(path, own=False)
+    weights = dict(saved.get('model', saved))
+    try:
+        g = math.isqrt(model.pos_embed.size(1) - 1)
+        weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
+        classes = len(weights['head.weight'])
+        if classes != len(model.head.weight):
+            print(f'note    {path} has {classes} classes: a new output layer')
+            weights.update({'head.weight': model.head.weight, 'head.bias': model.head.bias})
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError) as error:
+        fail(f'--init {path} does not fit: {" ".join(str(error).split())[:200]}')
+
+def linear_accuracy(data, c):
+    """A yardstick: right answers in the test of ridge regression on pixels, 10,000 images."""
+    x, y = [], []
+    for images, labels in (data.train, data.test):
+        pixels = view(data, images[:10000], 32, c).flatten(1)
+        x.append(F.pad(pixels, (0, 1), value=1.0))                          # (N, 3 32^2 + 1)
+        y.append(torch.from_numpy(labels[:10000]))
+    ridge = x[0].T @ x[0] + len(x[0]) * torch.eye(x[0].size(1))
+    weights = torch.linalg.solve(ridge, x[0].T @ F.one_hot(y[0]).float())
+    return ((x[1] @ weights).argmax(1) == y[1]).float().mean().item()
+
+def report(c, model, log):
+    """What came out, beside a yardstick."""
+    data, last = load_data(c), log[-1]
+    print(f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
+          f'{100 * last["best_test_acc"]:.1f} %\n'
+          f'        a linear model of the same pixels: {100 * linear_accuracy(data, c):.1f} %, '
+          f'chance: {100 / len(data.classes):.1f} %')
+
+@torch.no_grad()
+def predict(c):
+    """The classes that train's last run, or --run, finds likeliest in each of --images."""
+    run, model = load_run(c)
+    answers = []
+    for image in c.images or fail('predict wants --images PHOTO'):
+        photo = torch.tensor(read_photo(image, run.image_size))[None]       # (1, 3, H, W)
+        x = normalise(photo.to(model.head.weight.device), run.image_size, run)
+        chances = model(x)[0, :len(run.classes)].softmax(-1)
+        best = [(run.classes[i], chances[i].item()) for i in chances.argsort(descending=True)[:5]]
+        print(f'{image}: ' + ', '.join(f'{name} {100 * p:.1f} %' for name, p in best))
+        answers.append(best)
+    return answers
+
+@torch.no_grad()
+def diagnose(model, images):
+    """What the class token's attention does: for each layer a dict of means over the images, and
+    maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
+
+    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o, their cosines with the layer's input
+    X, alpha. Delta is never longer than MH [BF Eq. 11]; after W^o, whatever BF says, it can be.
+    """
+    c, rows, maps = model.config, [], []
+    x, grid = model.embed(images)
+    for block in model.blocks:
+        attn = block.attn
+        q, k, v, mh = attn.heads(block.norm1(x))                            # (B, T, nh, hs)
+        update = ATTENTION[c.attention](mh, v, attn.gamma)
+        update = update[0] if type(update) is tuple else update
+        v, mh, update = [t[:, 0].flatten(1) for t in (v, mh, update)]       # (B, nh hs)
+        mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
+        norms = dict(mh=mh, update=update, mh_out=mh_out, update_out=update_out)
+        row = {name: t.norm(dim=1).mean().item() for name, t in norms.items()}
+        row['cos_mh'] = F.cosine_similarity(mh_out, x[:, 0]).mean().item()
+        row['cos_update'] = F.cosine_similarity(update_out, x[:, 0]).mean().item()
+        row['alpha'] = ((mh * v).sum(1) / (v * v).sum(1)).mean().item()
+        rows.append(row)
+        scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
+        if c.zero_diag:
+            scores[..., 0] = -math.inf
+        p = scores.softmax(-1).mean(1)[:, 1:]                               # (B, h w)
+        maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
+        x = block(x, grid)
+    return rows, maps
+
+def draw_maps(path, images, maps):
+    """A row of images, and for each layer a row of them lit where the class token looks."""
+    try:
+        from matplotlib.image import imsave
+    except ImportError:
+        return
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    rows = [(images - low) / (high - low)]
+    for light in maps:
+        light = F.interpolate(light[:, None], images.shape[2:])             # (B, 1, H, W)
+        rows.append((0.2 + 0.8 * light) * rows[0])
+    tiles = F.pad(torch.stack(rows), (1, 1, 1, 1), value=1.0)               # (rows, B, 3, H, W)
+    sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)        # (height, width, 3)
+    imsave(path, sheet.repeat_interleave(3, 0).repeat_interleave(3, 1).cpu().numpy())
+    print(f'picture {path}')
+
+def inspect_layers(c):
+    """Train, and look into the layers: BF's Fig. 3, which has the first epoch, and maps."""
+    data = load_data(c)
+    images = view(data, data.val[0][:64], c.image_size, c, pick_device(c)[0])
+    rows = []
+    for step, model, log in train(c):
+        if step % c.eval_interval == 0 or step == c.max_iters:
+            layers, maps = diagnose(model.eval(), images)
+            rows += [dict(step=step, layer=i, **figures) for i, figures in enumerate(layers)]
+    for row in rows[-c.depth:]:
+        print(f'layer {row["layer"]}: {show(row)}')
+    folder = run_folder(c, 'inspect-')
+    write_csv(folder / 'inspect.csv', rows)
+    logs = {f'layer {i}': [rows[i::c.depth]] for i in range(c.depth)}
+    draw(folder / 'inspect.png', logs, [('step', name) for name in layers[0]])
+    if RANK == 0:
+        draw_maps(folder / 'attention.png', images[:8], [map[:8] for map in maps])
+    return rows
 
 ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
            'inspect': inspect_layers, 'predict': predict}

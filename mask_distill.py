@@ -69,10 +69,6 @@ def fail(message):
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
-def stream(name, *numbers):
-    """A generator of its own: NumPy pads seeds with zeros, [1, 7] alone would equal [1, 7, 0]."""
-    return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
-
 # ------------------------------------ the report's method ------------------------------------
 KINDS = {  # term of --masks: may token i attend to j <= i? `reach`: where windows and offsets end
     # a line of your own is all that `--masks stride:N` takes, say (i - j) % n == 0
@@ -464,6 +460,10 @@ def substitute(teacher, c):
     return model
 
 # ------------------------------------ data ------------------------------------
+def stream(name, *numbers):
+    """A generator of its own: NumPy pads seeds with zeros, [1, 7] alone would equal [1, 7, 0]."""
+    return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
+
 def read_text(c):
     """Text to train on, and text to validate on: every tenth file, or the last tenth of one."""
     if c.data == 'builtin':
@@ -734,277 +734,6 @@ def train(c, folder=None):
 # --- end of training loop
 
 # ------------------------------------ tools ------------------------------------
-DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
-
-def read_header(path):
-    """A safetensors file -> its json header, whose length is in 8 bytes, and the bytes after it."""
-    file = np.memmap(path, np.uint8, 'r')
-    n = int.from_bytes(file[:8].tobytes(), 'little')
-    return json.loads(file[8:8 + n].tobytes()), file[8 + n:]
-
-def read_safetensors(path):
-    """A safetensors file -> {name: tensor}."""
-    header, data = read_header(path)
-    data = torch.from_numpy(np.array(data))  # a copy, so it is aligned
-    header.pop('__metadata__', None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry['data_offsets']
-        tensors[name] = data[begin:end].view(DTYPES[entry['dtype']]).view(entry['shape'])
-    return tensors
-
-def load_gpt2(path):
-    """A GPT-2 of any size from its safetensors file, of the hub or of transformers, which puts
-    "transformer." before the keys -> GPT2. Heads are 64 wide, or as many as the metadata say."""
-    dropped = ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')  # masks, and what is wte
-    try:
-        state = {key.removeprefix('transformer.'): tensor.float()
-                 for key, tensor in read_safetensors(path).items() if not key.endswith(dropped)}
-        V, C = state['wte.weight'].shape
-        n_head = int(read_header(path)[0].get('__metadata__', {}).get('n_head', C // 64))
-        if not n_head or C % n_head:
-            raise ValueError(f'{C} channels, {n_head} heads: its metadata should say n_head')
-        model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V,
-                            n_layer=sum(key.endswith('.ln_1.weight') for key in state),
-                            block_size=len(state['wpe.weight'])))
-        model.load_state_dict(state)
-        return model
-    except Exception as error:  # a damaged file raises half a dozen kinds
-        fail(f'{path} is no GPT-2 in safetensors: {" ".join(str(error).split())[:200]}')
-
-def load_teacher(path):
-    """From a safetensors file or from a checkpoint of stage 1 -> GPT2, frozen."""
-    if path.endswith('.pt'):
-        saved = load_checkpoint(path)
-        if saved['config']['stage'] != 'teacher':
-            fail(f'--init {path} is a student: name its teacher')
-        model = GPT2(Config(**saved['config']))
-        model.load_state_dict(saved['model'])
-    else:
-        model = load_gpt2(path)
-    return model.requires_grad_(False).eval()
-
-CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
-    'accuracy': 0.95,  # at least: its next-token accuracy / the teacher's
-    'cosine': 0.95,    # at least: of both gradients for all c_attn and c_proj, as one vector
-    'mse': 1e-4,       # at most: mean (P - P')^2 over layers, heads and, a [choice], pairs j <= i
-    'kl': 1e-3,        # at most: KL(teacher || student) in nats, mean over tokens
-}
-
-def passes(name, value):
-    least = name in ('accuracy', 'cosine')
-    return value >= CRITERIA[name] if least else value <= CRITERIA[name]
-
-@torch.enable_grad()
-def look(model, x, y):
-    """Log-probabilities (N, V) at the N targets y that are not -1, every layer's attention weights
-    (B, nh, T, T), and the gradient of the summed cross-entropy for all weights of the attention."""
-    params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
-              if '.attn.c_' in name}
-    maps = []
-    logits = torch.func.functional_call(model, params, x, dict(watch=maps))
-    logs = F.log_softmax(logits.float(), dim=-1)[y >= 0]
-    loss = F.nll_loss(logs, y[y >= 0], reduction='sum')
-    gradient = torch.autograd.grad(loss, list(params.values()))
-    return logs.detach(), maps, torch.cat([g.flatten() for g in gradient])
-
-@torch.no_grad()
-def fidelity(model, teacher, batches):
-    """How close a student is to its teacher on batches of (x, y), both (B, T); targets of -1 are
-    padding and count in nothing. Beside the criteria: tv, the mean over rows of 1/2 sum_j |P - P'|,
-    which does not shrink with length as MSE does; ppl, of both perplexities.  [MA Sec. 2.4]"""
-    sums = {}
-    for x, y in batches:
-        real = y >= 0                                                       # (B, T)
-        target = y[real]                                                    # (N,)
-        p, P, g = look(teacher, x, y)
-        q, Q, h = look(model, x, y)
-        gaps = torch.stack([(a - b).float().transpose(1, 2)[real] for a, b in zip(P, Q)])
-        figures = dict(  # gaps (layers, N, nh, T)
-            tokens=len(target), pairs=(real.nonzero()[:, 1] + 1).sum(), squares=gaps.square().sum(),
-            tv=gaps.abs().sum() / 2, kl=(p.exp() * (p - q)).sum(), gradients=torch.stack([g, h]),
-            log_ppl=(p - q).gather(1, target[:, None]).sum(),
-            teacher=(p.argmax(-1) == target).sum(), student=(q.argmax(-1) == target).sum())
-        for name, value in figures.items():
-            sums[name] = sums.get(name, 0) + value
-    s = SimpleNamespace(**sums)
-    heads = len(gaps) * gaps.size(2)                                        # in all layers
-    figures = dict(
-        kl=(s.kl / s.tokens).clamp_min(0), accuracy=s.student / s.teacher.clamp_min(1),
-        mse=s.squares / s.pairs / heads, cosine=F.cosine_similarity(*s.gradients, dim=0),
-        tv=s.tv / s.tokens / heads, ppl=(s.log_ppl / s.tokens).exp())
-    figures = {name: value.item() for name, value in figures.items()}
-    figures['passed'] = sum(passes(name, figures[name]) for name in CRITERIA)
-    figures['kept'] = kept_pairs(model.alphas(), model.config.masks, x.size(1))
-    return figures
-
-TEACHER = ('seed', 'block_size', 'data', 'tokenizer', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
-           'teacher_iters', 'teacher_lr', 'weight_decay')  # what makes it another one: no code
-
-def with_teacher(c):
-    """Stage 1 of 2 -> c with a teacher in c.init: the one it names, a prepared GPT-2, or one that
-    is trained here, once."""
-    for spec in c.over:
-        if spec.partition('=')[0].replace('-', '_') in TEACHER[3:]:
-            fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
-    if c.init:
-        return c
-    rows = math.lcm(16, WORLD)  # windows of a step, whatever --batch-size: one teacher for all
-    batch_size = math.gcd(rows, c.batch_size)
-    t = replace(c, stage='teacher', batch_size=batch_size, grad_accum_steps=rows // batch_size,
-                max_iters=c.teacher_iters, learning_rate=c.teacher_lr, min_lr=0.1, samples=0,
-                schedule='cosine', warmup_iters=100, grad_clip=1.0, fresh=False)
-    gpt2 = 'data/weights/gpt2/model.safetensors'
-    if load_data(t).tokenizer == 'gpt2' and os.path.exists(gpt2):
-        return replace(c, init=gpt2)
-    size = os.path.getsize(c.data) if os.path.isfile(c.data) else 0
-    mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER] + [size]).encode())
-    folder = Path(c.out_dir, SCRIPT, f'teacher-s{c.seed}-{mark:08x}')
-    print('stage 1 of 2: the teacher')
-    for step, model, log in train(t, folder):
-        pass
-    if step < t.max_iters:
-        print('stopped; the same command goes on')
-        raise SystemExit(128 + STOP[0] if STOP else 0)
-    print(agreed('stage 2 of 2: the student'))  # until then the others wait for the checkpoint
-    return replace(c, init=str(folder / 'ckpt.pt'))
-
-def peak(f, device):
-    """The most bytes that f() has allocated at once: CUDA counts them itself, and on a CPU the
-    trace of PyTorch's profiler has every allocation."""
-    if device.type == 'cuda':
-        f()  # so that cuBLAS has its workspace
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        f()
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ['KINETO_LOG_LEVEL'] = '99'  # some builds of the profiler talk
-    with torch.profiler.profile(profile_memory=True) as profile:
-        f()
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f'{folder}/trace.json')
-        events = json.loads(Path(folder, 'trace.json').read_text())['traceEvents']
-    events = sorted((e['ts'], e['args']['Bytes']) for e in events if e['name'] == '[memory]')
-    return max(np.cumsum([size for _, size in events]))
-
-def memory(c, T, device):
-    """Peak bytes for one sequence of T tokens, float32, of attention alone and of a whole model
-    with its parameters, random here; and milliseconds -> {way: {what: figure}}.  [MA Sec. 2.4]"""
-    model = GPT2(replace(c, block_size=T)).to(device)
-    held = sum(p.nbytes for p in model.parameters())
-    i = torch.arange(T, device=device)
-    idx = i[None] % c.vocab_size                                            # (1, T)
-    shape = (1, c.n_head, T, c.n_embd // c.n_head)
-    q, k, v = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
-
-    def alone():
-        torch.autograd.grad(model.h[0].attn.attend(q, k, v, i, i).sum(), (q, k, v))
-
-    def step():
-        text_loss(model, idx, idx, None).backward()
-        model.zero_grad()
-
-    def infer():
-        with torch.no_grad():
-            F.linear(model(idx, logits=False)[:, -1:], model.wte.weight)
-
-    timer = Timer('f()', globals=dict(f=alone), num_threads=torch.get_num_threads())
-    rows = {}
-    for way, masks, reading in (('eager', 'all', 'renormalised'), ('sdpa', 'all', 'renormalised'),
-                                ('masks', c.masks, c.reading)):
-        for block in model.h:
-            block.attn.fused, block.attn.masks, block.attn.reading = way == 'sdpa', masks, reading
-        rows[way] = {'attention, MiB': peak(alone, device) / 2**20,
-                     'training step, MiB': (peak(step, device) + held) / 2**20,
-                     'inference, MiB': (peak(infer, device) + held) / 2**20,
-                     'attention, ms': 1000 * timer.timeit(3).mean}
-    print(f'\n{T:5} tokens{"":15}eager{"":6}sdpa{"":5}masks   30 % of the memory saved?')
-    for name in rows['eager']:
-        eager, sdpa, masks = [row[name] for row in rows.values()]
-        saved = 1 - masks / eager
-        verdict = '' if 'ms' in name else ', PASS' if saved >= 0.3 else ', FAIL'
-        print(f'{name:20}{eager:10.1f}{sdpa:10.1f}{masks:10.1f}{saved:8.0%} less{verdict}')
-    return rows
-
-def scaling(c):
-    """Memory and time of a model with the sizes that the flags say -> {length: figures}."""
-    c = replace(c, vocab_size=c.vocab_size or 256)
-    return {T: memory(c, T, pick_device(c)[0]) for T in map(int, c.lengths.split(','))}
-
-PROMPTS = [  # the report's
-    'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
-    'The future of artificial intelligence',
-    'In the year 2157, humanity had finally perfected interstellar travel. The first colony ship, '
-    'brimming with hope and thousands of eager settlers',
-    'The scientist stared at the glowing vial on the laboratory table, her fingers trembling with '
-    'anticipation. After years of relentless experimentation',
-    'The detective pushed open the heavy oak door, stepping into a room thick with the scent of '
-    'old books and something more sinister—fear']
-
-def side_by_side(c, model, teacher, prompts):
-    """Print how both go on, with equal luck -> [(prompt, teacher's text, student's text)]."""
-    encoding = get_tokenizer(model.config.tokenizer)
-    device = model.wte.weight.device
-    found = [[prompt] for prompt in prompts]
-    for texts in found:
-        idx = torch.tensor([encoding.encode_ordinary(texts[0])], device=device)     # (1, T)
-        for name, net in (('teacher', teacher.to(device)), ('student', model)):
-            torch.manual_seed(c.seed)
-            out, size = net.generate(idx, c.new_tokens, c.temperature)
-            texts.append(encoding.decode([t for t in out[0].tolist() if t < encoding.n_vocab]))
-            print(f'\n{name}, with a cache of {size:,} bytes: {texts[-1]}')
-    return found
-
-def report(c, model, log):
-    """Print the criteria, of the masks alone and after training, and two samples -> figures."""
-    device, _ = pick_device(c)
-    data = load_data(c)
-    untrained = substitute(data.teacher.to(device), model.config)
-    rows = {}
-    print('the report wants' + ''.join(f'{name:>9} {x:<7g}' for name, x in CRITERIA.items()))
-    for case, net in (('mask only', untrained), ('trained', model)):
-        rows[case] = figures = finish(net.eval(), data, c, device, None)
-        words = [f'{figures[name]:#.3g} {("FAIL", "PASS")[passes(name, figures[name])]}'
-                 for name in CRITERIA]
-        print(f'{case:14}' + ''.join(f'{word:>17}' for word in words))
-    advice = '' if figures['passed'] == 4 else (
-        '; at the defaults --masks window:96+sinks:4 passes all, with 95 %')
-    print(f'result: {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
-          f'accuracy; {figures["passed"]} of 4 criteria pass{advice}')
-    side_by_side(c, model, data.teacher, PROMPTS[:2])
-    return rows
-
-def criteria(c):
-    """All five criteria of a run that is done."""
-    c, model = load_run(c)
-    return dict(report(c, model, []), memory=scaling(model.config))
-
-def sample(c):
-    """Teacher and student go on from --prompt, or from the report's seven."""
-    c, model = load_run(c)
-    return side_by_side(c, model, load_teacher(c.init), [c.prompt] if c.prompt else PROMPTS)
-
-def inspect_masks(c):
-    """Train, and watch the coefficients of every layer; with --table or --over, of each case."""
-    found = {}
-    for name, case in (cases_of(c) if c.over or c.table else {c.variant: c}).items():
-        print(f'\n{name}')
-        masks = [f'{kind}:{n}' for kind, n in candidates(case.masks)]
-        found[name] = rows = []
-        for step, model, log in train(case):
-            if step % c.eval_interval == 0 or step == case.max_iters:
-                for layer, alpha in enumerate(model.alphas()):
-                    c_k = alpha.sigmoid().mean(0).tolist()                  # mean over heads
-                    rows.append(dict(step=step, layer=layer, **dict(zip(masks, c_k))))
-        depth = len(model.h)
-        for row in rows[-depth:]:
-            print(f'coefficients in layer {row["layer"]}: {show(row)}')
-        folder = run_folder(case, 'inspect-')
-        write_csv(folder / 'inspect.csv', rows)
-        layers = {f'layer {i}': [rows[i::depth]] for i in range(depth)}
-        draw(folder / 'inspect.png', layers, [('step', mask) for mask in masks])
-    return found
-
 # --- tools (identical in all four scripts; test_all.py checks)
 SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # '' where Python keeps none
 
@@ -1375,6 +1104,278 @@ def main(argv=None):
         raise SystemExit(128 + STOP[0])
     return result
 # --- end of tools
+
+# --- tools of this script alone
+DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+
+def read_header(path):
+    """A safetensors file -> its json header, whose length is in 8 bytes, and the bytes after it."""
+    file = np.memmap(path, np.uint8, 'r')
+    n = int.from_bytes(file[:8].tobytes(), 'little')
+    return json.loads(file[8:8 + n].tobytes()), file[8 + n:]
+
+def read_safetensors(path):
+    """A safetensors file -> {name: tensor}."""
+    header, data = read_header(path)
+    data = torch.from_numpy(np.array(data))  # a copy, so it is aligned
+    header.pop('__metadata__', None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry['data_offsets']
+        tensors[name] = data[begin:end].view(DTYPES[entry['dtype']]).view(entry['shape'])
+    return tensors
+
+def load_gpt2(path):
+    """A GPT-2 of any size from its safetensors file, of the hub or of transformers, which puts
+    "transformer." before the keys -> GPT2. Heads are 64 wide, or as many as the metadata say."""
+    dropped = ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')  # masks, and what is wte
+    try:
+        state = {key.removeprefix('transformer.'): tensor.float()
+                 for key, tensor in read_safetensors(path).items() if not key.endswith(dropped)}
+        V, C = state['wte.weight'].shape
+        n_head = int(read_header(path)[0].get('__metadata__', {}).get('n_head', C // 64))
+        if not n_head or C % n_head:
+            raise ValueError(f'{C} channels, {n_head} heads: its metadata should say n_head')
+        model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V,
+                            n_layer=sum(key.endswith('.ln_1.weight') for key in state),
+                            block_size=len(state['wpe.weight'])))
+        model.load_state_dict(state)
+        return model
+    except Exception as error:  # a damaged file raises half a dozen kinds
+        fail(f'{path} is no GPT-2 in safetensors: {" ".join(str(error).split())[:200]}')
+
+def load_teacher(path):
+    """From a safetensors file or from a checkpoint of stage 1 -> GPT2, frozen."""
+    if path.endswith('.pt'):
+        saved = load_checkpoint(path)
+        if saved['config']['stage'] != 'teacher':
+            fail(f'--init {path} is a student: name its teacher')
+        model = GPT2(Config(**saved['config']))
+        model.load_state_dict(saved['model'])
+    else:
+        model = load_gpt2(path)
+    return model.requires_grad_(False).eval()
+
+CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
+    'accuracy': 0.95,  # at least: its next-token accuracy / the teacher's
+    'cosine': 0.95,    # at least: of both gradients for all c_attn and c_proj, as one vector
+    'mse': 1e-4,       # at most: mean (P - P')^2 over layers, heads and, a [choice], pairs j <= i
+    'kl': 1e-3,        # at most: KL(teacher || student) in nats, mean over tokens
+}
+
+def passes(name, value):
+    least = name in ('accuracy', 'cosine')
+    return value >= CRITERIA[name] if least else value <= CRITERIA[name]
+
+@torch.enable_grad()
+def look(model, x, y):
+    """Log-probabilities (N, V) at the N targets y that are not -1, every layer's attention weights
+    (B, nh, T, T), and the gradient of the summed cross-entropy for all weights of the attention."""
+    params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
+              if '.attn.c_' in name}
+    maps = []
+    logits = torch.func.functional_call(model, params, x, dict(watch=maps))
+    logs = F.log_softmax(logits.float(), dim=-1)[y >= 0]
+    loss = F.nll_loss(logs, y[y >= 0], reduction='sum')
+    gradient = torch.autograd.grad(loss, list(params.values()))
+    return logs.detach(), maps, torch.cat([g.flatten() for g in gradient])
+
+@torch.no_grad()
+def fidelity(model, teacher, batches):
+    """How close a student is to its teacher on batches of (x, y), both (B, T); targets of -1 are
+    padding and count in nothing. Beside the criteria: tv, the mean over rows of 1/2 sum_j |P - P'|,
+    which does not shrink with length as MSE does; ppl, of both perplexities.  [MA Sec. 2.4]"""
+    sums = {}
+    for x, y in batches:
+        real = y >= 0                                                       # (B, T)
+        target = y[real]                                                    # (N,)
+        p, P, g = look(teacher, x, y)
+        q, Q, h = look(model, x, y)
+        gaps = torch.stack([(a - b).float().transpose(1, 2)[real] for a, b in zip(P, Q)])
+        figures = dict(  # gaps (layers, N, nh, T)
+            tokens=len(target), pairs=(real.nonzero()[:, 1] + 1).sum(), squares=gaps.square().sum(),
+            tv=gaps.abs().sum() / 2, kl=(p.exp() * (p - q)).sum(), gradients=torch.stack([g, h]),
+            log_ppl=(p - q).gather(1, target[:, None]).sum(),
+            teacher=(p.argmax(-1) == target).sum(), student=(q.argmax(-1) == target).sum())
+        for name, value in figures.items():
+            sums[name] = sums.get(name, 0) + value
+    s = SimpleNamespace(**sums)
+    heads = len(gaps) * gaps.size(2)                                        # in all layers
+    figures = dict(
+        kl=(s.kl / s.tokens).clamp_min(0), accuracy=s.student / s.teacher.clamp_min(1),
+        mse=s.squares / s.pairs / heads, cosine=F.cosine_similarity(*s.gradients, dim=0),
+        tv=s.tv / s.tokens / heads, ppl=(s.log_ppl / s.tokens).exp())
+    figures = {name: value.item() for name, value in figures.items()}
+    figures['passed'] = sum(passes(name, figures[name]) for name in CRITERIA)
+    figures['kept'] = kept_pairs(model.alphas(), model.config.masks, x.size(1))
+    return figures
+
+TEACHER = ('seed', 'block_size', 'data', 'tokenizer', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
+           'teacher_iters', 'teacher_lr', 'weight_decay')  # what makes it another one: no code
+
+def with_teacher(c):
+    """Stage 1 of 2 -> c with a teacher in c.init: the one it names, a prepared GPT-2, or one that
+    is trained here, once."""
+    for spec in c.over:
+        if spec.partition('=')[0].replace('-', '_') in TEACHER[3:]:
+            fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
+    if c.init:
+        return c
+    rows = math.lcm(16, WORLD)  # windows of a step, whatever --batch-size: one teacher for all
+    batch_size = math.gcd(rows, c.batch_size)
+    t = replace(c, stage='teacher', batch_size=batch_size, grad_accum_steps=rows // batch_size,
+                max_iters=c.teacher_iters, learning_rate=c.teacher_lr, min_lr=0.1, samples=0,
+                schedule='cosine', warmup_iters=100, grad_clip=1.0, fresh=False)
+    gpt2 = 'data/weights/gpt2/model.safetensors'
+    if load_data(t).tokenizer == 'gpt2' and os.path.exists(gpt2):
+        return replace(c, init=gpt2)
+    size = os.path.getsize(c.data) if os.path.isfile(c.data) else 0
+    mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER] + [size]).encode())
+    folder = Path(c.out_dir, SCRIPT, f'teacher-s{c.seed}-{mark:08x}')
+    print('stage 1 of 2: the teacher')
+    for step, model, log in train(t, folder):
+        pass
+    if step < t.max_iters:
+        print('stopped; the same command goes on')
+        raise SystemExit(128 + STOP[0] if STOP else 0)
+    print(agreed('stage 2 of 2: the student'))  # until then the others wait for the checkpoint
+    return replace(c, init=str(folder / 'ckpt.pt'))
+
+def peak(f, device):
+    """The most bytes that f() has allocated at once: CUDA counts them itself, and on a CPU the
+    trace of PyTorch's profiler has every allocation."""
+    if device.type == 'cuda':
+        f()  # so that cuBLAS has its workspace
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        f()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ['KINETO_LOG_LEVEL'] = '99'  # some builds of the profiler talk
+    with torch.profiler.profile(profile_memory=True) as profile:
+        f()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f'{folder}/trace.json')
+        events = json.loads(Path(folder, 'trace.json').read_text())['traceEvents']
+    events = sorted((e['ts'], e['args']['Bytes']) for e in events if e['name'] == '[memory]')
+    return max(np.cumsum([size for _, size in events]))
+
+def memory(c, T, device):
+    """Peak bytes for one sequence of T tokens, float32, of attention alone and of a whole model
+    with its parameters, random here; and milliseconds -> {way: {what: figure}}.  [MA Sec. 2.4]"""
+    model = GPT2(replace(c, block_size=T)).to(device)
+    held = sum(p.nbytes for p in model.parameters())
+    i = torch.arange(T, device=device)
+    idx = i[None] % c.vocab_size                                            # (1, T)
+    shape = (1, c.n_head, T, c.n_embd // c.n_head)
+    q, k, v = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+
+    def alone():
+        torch.autograd.grad(model.h[0].attn.attend(q, k, v, i, i).sum(), (q, k, v))
+
+    def step():
+        text_loss(model, idx, idx, None).backward()
+        model.zero_grad()
+
+    def infer():
+        with torch.no_grad():
+            F.linear(model(idx, logits=False)[:, -1:], model.wte.weight)
+
+    timer = Timer('f()', globals=dict(f=alone), num_threads=torch.get_num_threads())
+    rows = {}
+    for way, masks, reading in (('eager', 'all', 'renormalised'), ('sdpa', 'all', 'renormalised'),
+                                ('masks', c.masks, c.reading)):
+        for block in model.h:
+            block.attn.fused, block.attn.masks, block.attn.reading = way == 'sdpa', masks, reading
+        rows[way] = {'attention, MiB': peak(alone, device) / 2**20,
+                     'training step, MiB': (peak(step, device) + held) / 2**20,
+                     'inference, MiB': (peak(infer, device) + held) / 2**20,
+                     'attention, ms': 1000 * timer.timeit(3).mean}
+    print(f'\n{T:5} tokens{"":15}eager{"":6}sdpa{"":5}masks   30 % of the memory saved?')
+    for name in rows['eager']:
+        eager, sdpa, masks = [row[name] for row in rows.values()]
+        saved = 1 - masks / eager
+        verdict = '' if 'ms' in name else ', PASS' if saved >= 0.3 else ', FAIL'
+        print(f'{name:20}{eager:10.1f}{sdpa:10.1f}{masks:10.1f}{saved:8.0%} less{verdict}')
+    return rows
+
+def scaling(c):
+    """Memory and time of a model with the sizes that the flags say -> {length: figures}."""
+    c = replace(c, vocab_size=c.vocab_size or 256)
+    return {T: memory(c, T, pick_device(c)[0]) for T in map(int, c.lengths.split(','))}
+
+PROMPTS = [  # the report's
+    'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
+    'The future of artificial intelligence',
+    'In the year 2157, humanity had finally perfected interstellar travel. The first colony ship, '
+    'brimming with hope and thousands of eager settlers',
+    'The scientist stared at the glowing vial on the laboratory table, her fingers trembling with '
+    'anticipation. After years of relentless experimentation',
+    'The detective pushed open the heavy oak door, stepping into a room thick with the scent of '
+    'old books and something more sinister—fear']
+
+def side_by_side(c, model, teacher, prompts):
+    """Print how both go on, with equal luck -> [(prompt, teacher's text, student's text)]."""
+    encoding = get_tokenizer(model.config.tokenizer)
+    device = model.wte.weight.device
+    found = [[prompt] for prompt in prompts]
+    for texts in found:
+        idx = torch.tensor([encoding.encode_ordinary(texts[0])], device=device)     # (1, T)
+        for name, net in (('teacher', teacher.to(device)), ('student', model)):
+            torch.manual_seed(c.seed)
+            out, size = net.generate(idx, c.new_tokens, c.temperature)
+            texts.append(encoding.decode([t for t in out[0].tolist() if t < encoding.n_vocab]))
+            print(f'\n{name}, with a cache of {size:,} bytes: {texts[-1]}')
+    return found
+
+def report(c, model, log):
+    """Print the criteria, of the masks alone and after training, and two samples -> figures."""
+    device, _ = pick_device(c)
+    data = load_data(c)
+    untrained = substitute(data.teacher.to(device), model.config)
+    rows = {}
+    print('the report wants' + ''.join(f'{name:>9} {x:<7g}' for name, x in CRITERIA.items()))
+    for case, net in (('mask only', untrained), ('trained', model)):
+        rows[case] = figures = finish(net.eval(), data, c, device, None)
+        words = [f'{figures[name]:#.3g} {("FAIL", "PASS")[passes(name, figures[name])]}'
+                 for name in CRITERIA]
+        print(f'{case:14}' + ''.join(f'{word:>17}' for word in words))
+    advice = '' if figures['passed'] == 4 else (
+        '; at the defaults --masks window:96+sinks:4 passes all, with 95 %')
+    print(f'result: {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
+          f'accuracy; {figures["passed"]} of 4 criteria pass{advice}')
+    side_by_side(c, model, data.teacher, PROMPTS[:2])
+    return rows
+
+def criteria(c):
+    """All five criteria of a run that is done."""
+    c, model = load_run(c)
+    return dict(report(c, model, []), memory=scaling(model.config))
+
+def sample(c):
+    """Teacher and student go on from --prompt, or from the report's seven."""
+    c, model = load_run(c)
+    return side_by_side(c, model, load_teacher(c.init), [c.prompt] if c.prompt else PROMPTS)
+
+def inspect_masks(c):
+    """Train, and watch the coefficients of every layer; with --table or --over, of each case."""
+    found = {}
+    for name, case in (cases_of(c) if c.over or c.table else {c.variant: c}).items():
+        print(f'\n{name}')
+        masks = [f'{kind}:{n}' for kind, n in candidates(case.masks)]
+        found[name] = rows = []
+        for step, model, log in train(case):
+            if step % c.eval_interval == 0 or step == case.max_iters:
+                for layer, alpha in enumerate(model.alphas()):
+                    c_k = alpha.sigmoid().mean(0).tolist()                  # mean over heads
+                    rows.append(dict(step=step, layer=layer, **dict(zip(masks, c_k))))
+        depth = len(model.h)
+        for row in rows[-depth:]:
+            print(f'coefficients in layer {row["layer"]}: {show(row)}')
+        folder = run_folder(case, 'inspect-')
+        write_csv(folder / 'inspect.csv', rows)
+        layers = {f'layer {i}': [rows[i::depth]] for i in range(depth)}
+        draw(folder / 'inspect.png', layers, [('step', mask) for mask in masks])
+    return found
 
 ACTIONS = {'train': lambda c: train_and_report(with_teacher(c)),
            'compare': lambda c: compare(with_teacher(c)), 'bench': lambda c: bench(with_teacher(c)),
