@@ -1125,8 +1125,9 @@ def tabulate(runs, seeds):
     tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
     for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
+    about_p = f'p is of {len(tested)} tests, corrected as Holm does'
     print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\np is of {len(tested)} tests, corrected as Holm does.\n'
+          f'by seed;\n{about_p if tested else "t and p want two seeds"}.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
