@@ -31,8 +31,8 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     python admm_detr.py --preset finetune              # detr-r50 with its attention replaced
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
 
-The first ends at an AP of 0.591 on 200 drawings, AP50 0.856, the second at 0.696 and 0.930 (2000
-steps, means of seeds 11 to 13, one CPU thread). Its problem is (2) made easier to solve: [choice] a
+The first ends at an AP of 0.644 on 200 drawings, AP50 0.894, the second at 0.696 and 0.930 (2000
+steps, means of eight and three seeds, one CPU thread). Its problem is (2) made easier: [choice] a
 ridge term, x >= 0, tokens less their mean. As OA has it, it hardly learns in cross-attention.
 
 What OA leaves open: [choice] tokens with positions (DETR's keys) are solved over, those without

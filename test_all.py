@@ -1815,7 +1815,7 @@ def test_prep_tokens():
     assert ''.join(pieces) == PROSE and len(pieces) > len(PROSE) / 100
     assert all(re.match(r'[ \n]\S', piece) for piece in pieces[1:])
 
-# ------------------------------------ what all four scripts share ------------------------------------
+# -------------------------------- what all four scripts share --------------------------------
 def source(script):
     return pathlib.Path(script.__file__).read_text('utf-8')
 
