@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-635 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-636 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -219,6 +219,7 @@ TABLES = {  # rows for `compare --table NAME`: the papers' experiments
     # the best of five rates for tiny shakespeare, 1000 steps (assets/results.md)
     'best': {'softmax': dict(attention='softmax', learning_rate=1.6e-2),
              'attentionx': dict(attention='attentionx', learning_rate=4e-3),
+             'attentionx-v1': dict(attention='attentionx-v1', learning_rate=8e-3),
              'belief': dict(attention='belief', learning_rate=8e-3),
              'belief-head': dict(attention='belief-head', learning_rate=4e-3),
              'belief-star': dict(attention='belief-star', learning_rate=8e-3)},
