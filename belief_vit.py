@@ -453,7 +453,7 @@ class SETAdam(torch.optim.Optimizer):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """A generator of its own. (NumPy pads seeds with zeros: [1, 7] alone would equal [1, 7, 0].)"""
+    """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 def load_data(c):
