@@ -1463,6 +1463,8 @@ def test_mask_l1_and_budget():
     alpha = torch.tensor([[0.3, -1.0, 2.0]], requires_grad=True)
     c = alpha.sigmoid()[0]
     close(penalty(l1=0.5), 2 * 0.5 * c.sum(), 1e-6)
+    heads = [alpha.repeat(4, 1)] * 2  # a row for each head: their mean
+    close(mask.penalty(heads, mask_config(l1=0.5)), 2 * 0.5 * c.sum(), 1e-6)
     lost = (1 - (c / c.max())[:, None, None] * mask_matrices(16)['windows']).prod(0)
     kept = (1 - lost).sum().item() / (16 * 17 / 2)
     loss = penalty(budget=0.3, budget_weight=3.0)
@@ -1610,6 +1612,12 @@ def test_mask_batches():
         assert not torch.equal(other[0], x)
     seen = {tuple(row.tolist()) for step in range(20) for row in batch(step, samples=3)[0]}
     assert len(seen) == 3
+    with folder() as path:  # what prepare_data.py writes, nanoGPT's format
+        for name, n in (('train', 50), ('val', 40)):
+            np.arange(n, dtype=np.uint16).tofile(path / f'{name}.bin')
+        (path / 'meta.json').write_text('{"tokenizer": "bytes"}')
+        data = mask.load_data(mask_config(data=str(path), stage='teacher', block_size=16))
+        assert (len(data.train), len(data.val), data.vocab_size) == (50, 40, 256)
 
 def test_mask_memory():
     """Eager attention holds its scores and more; blocks need far less."""
