@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-636 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-632 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -110,9 +110,11 @@ ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projectio
 
 def default_gamma(c):
     """c.gamma or, where that is None, the papers' choice.  [AX2 Sec. 3.2]"""
-    if c.gamma is None:
-        return 0.5 if c.attention == 'attentionx-v1' else 1.0 if c.zero_diag else 3.0
-    return c.gamma
+    if c.gamma is not None:
+        return c.gamma
+    if c.attention == 'attentionx-v1':
+        return 0.5
+    return 1.0 if c.zero_diag else 3.0
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -510,7 +512,7 @@ def finish(model, data, c, device, folder):
 def schedule(step, c):
     """Factor on the learning rate in a step, counted from 0."""
     if step < c.warmup_iters:
-        return (step + 1) / (c.warmup_iters + (c.schedule == 'cosine'))  # as the originals count
+        return (step + 1) / (c.warmup_iters + 1)
     left = c.max_iters - step
     if c.schedule == 'cosine':
         done = 1 - left / max(1, c.max_iters - c.warmup_iters)
@@ -523,8 +525,8 @@ def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
     It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what it takes to go on, also when you leave the loop: a step follows from
-    weights, optimizer, seed and step alone, so a stopped run ends with the weights of a whole one.
+    figures. folder keeps what it takes to go on: a step follows from weights, optimizer, seed and
+    step alone, so a run that was stopped ends with the weights of one that was not.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -536,15 +538,12 @@ def train(c, folder=None):
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {data.about}\nfolder  {folder}')
+          f'data    {data.about}\nfolder  {folder or "none: nothing is kept"}')
     if c.warmup_iters >= c.max_iters > 0:
         print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
     step, seconds, losses, log = 0, 0.0, [], []  # losses: those since the last row of the log
-    saved = None
-    if folder and RANK == 0 and (folder / 'ckpt.pt').exists() and not c.fresh:
+    if folder and agreed((folder / 'ckpt.pt').exists() and not c.fresh):
         saved = load_checkpoint(folder / 'ckpt.pt')
-    saved = agreed(saved)
-    if saved:
         model.load_state_dict(saved['model'])
         optimizer.load_state_dict(saved['optimizer'])
         if saved['scaler']:  # float16's
@@ -584,15 +583,12 @@ def train(c, folder=None):
             if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
                 keep('best.pt')
             if done:  # outside autocast, which would keep the casts of other weights
-                row.update(agreed(RANK == 0 and finish(model.eval(), data, c, device, folder)))
+                row.update(agreed(finish(model, data, c, device, folder) if RANK == 0 else None))
             print(f'{line}: {show(row)}', flush=True)
         if new and due or halt or time.time() - kept > 300:
             keep('ckpt.pt')
             kept = time.time()
-        try:
-            yield step, model, log
-        except GeneratorExit:  # whoever wanted the steps has left
-            return keep('ckpt.pt')
+        yield step, model, log
         if done or halt:
             return
 
@@ -636,7 +632,7 @@ def train(c, folder=None):
 
 # ------------------------------------ tools ------------------------------------
 # --- tools (identical in all four scripts; test_all.py checks)
-SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # '' where Python keeps none
+SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
 
 def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -670,7 +666,6 @@ def pick_device(c):
         if dtype == 'auto':
             dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
     torch.set_num_threads(c.threads or torch.get_num_threads())
-    torch.set_float32_matmul_precision('high')  # TF32 where there is any
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
@@ -705,7 +700,7 @@ def write_csv(path, rows):
             writer.writeheader()
             writer.writerows(rows)
 
-def draw(path, logs, panels, scale='linear'):
+def draw(path, logs, panels):
     """A panel for each (x, y) of panels, a line in it for each log of logs, {label: [logs]}."""
     try:
         from matplotlib.figure import Figure
@@ -714,12 +709,13 @@ def draw(path, logs, panels, scale='linear'):
     across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
     picture = Figure(figsize=(5 * across, 4 * down), layout='tight')
     for i, (x, y) in enumerate(panels):
+        scale = 'log' if x == 'learning_rate' else 'linear'
         axis = picture.add_subplot(down, across, i + 1, title=y, xlabel=x, xscale=scale)
-        for j, (label, own) in enumerate(logs.items()):
-            for log in own:
-                rows = [row for row in log if y in row and row.get('step') != 0]  # 0: untrained
+        for j, (label, lines) in enumerate(logs.items()):
+            for log in lines:  # step 0 would flatten the rest
+                rows = [row for row in log if y in row and row.get('step') != 0]
                 axis.plot([row[x] for row in rows], [row[y] for row in rows], f'C{j}.-',
-                          label=label if log is own[0] else None)
+                          label=label if log is lines[0] else None)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     if RANK == 0:
@@ -735,18 +731,17 @@ def settings(c):
 def code(c):
     """The script above `tools`, parsed, without docstrings; of its tables the rows c names alone.
     So a change of a text, or a new variant, trains nothing anew."""
-    kept = []
-    for node in ast.parse(SOURCE.split('- tools -')[0]).body[1:]:
-        for part in ast.walk(node):
-            if isinstance(part, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(part):
-                del part.body[0]
+    tree = ast.parse(SOURCE.split('- tools -')[0])
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            del node.body[0]
+    for node in tree.body:
         name = node.targets[0].id if isinstance(node, ast.Assign) else ''
         if name in ('ATTENTION', 'READINGS', 'CHOICES', 'PRESETS', 'TABLES'):
             rows = zip(node.value.keys, node.value.values)
-            kept += [ast.dump(row) for key, row in rows if key.value in settings(c).values()]
-        else:
-            kept.append(ast.dump(node))
-    return kept
+            node.value = [row for key, row in rows if key.value in settings(c).values()]
+    return ast.dump(tree)
 
 def run_folder(c, kind=''):
     """out/SCRIPT/VARIANT-sSEED-HASH, of the settings, the sizes of files they name, and code."""
@@ -762,7 +757,7 @@ def load_run(c):
         fail(f'no run in {last.parent}: train first, or name a folder with --run')
     path = Path(c.run or last.read_text(), 'best.pt')
     saved = load_checkpoint(path)
-    c = replace(c, **{**settings(Config(**saved['config'])), 'seed': c.seed})
+    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
     model = make_model(c, None).to(pick_device(c)[0])
     model.load_state_dict(saved['model'])
     print(f'{path}, step {saved["progress"][0]}')
@@ -791,7 +786,7 @@ def cases_of(c):
         for name, case in cases.items():
             for text in values.split(','):
                 try:
-                    value = text == 'true' if types[field] is bool else types[field](text)
+                    value = text.lower() == 'true' if types[field] is bool else types[field](text)
                 except (KeyError, ValueError):
                     fail(f'--over {spec}: wants FIELD=A,B, a field of --help and its values')
                 new[f'{name} {text}'.strip()] = {**case, field: value}
@@ -799,7 +794,7 @@ def cases_of(c):
     return {name: replace(c, **case) for name, case in cases.items()}
 
 def train_all(cases, seeds):
-    """-> {name: [figures, log and parameters of each seed's run]}, or {} when stopped."""
+    """-> {name: [settings, figures, log and size of each seed's run]}, or {} when stopped."""
     runs = {name: [] for name in cases}
     for seed in seeds:
         for name, case in cases.items():
@@ -816,7 +811,7 @@ def train_all(cases, seeds):
                 print(f'{error}: {name}, seed {seed} counts as worst')
                 worst = math.inf if BETTER is min else -math.inf
                 figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
-            runs[name].append(dict(figures, log=log, size=count(model)))
+            runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
     return runs
 
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
@@ -846,25 +841,19 @@ def compare(c):
 def choose(field, cases, runs, folder):
     """Of cases that differ in nothing but `field` the one with the best mean -> {name: Config}."""
     groups, chosen, logs = {}, {}, {}
-    for name, case in cases.items():
-        mean, sd = spread([run[METRIC] for run in runs[name]])
-        group = groups.setdefault(name.rpartition(' ')[0], [])
-        group.append((getattr(case, field), mean, sd, name))
+    for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
+        groups.setdefault(name.rpartition(' ')[0], []).append(name)
     print(f'\n{METRIC}, mean and sd over the seeds that choose {field}')
-    for group, rows in groups.items():
-        rows.sort()
-        best = BETTER(rows, key=lambda row: row[1])
-        chosen[best[3]] = cases[best[3]]
-        for row in rows:
-            print(f'{row[3]:28}{row[1]:9.4f}{row[2]:9.4f}', '*' * (row is best))
-        if best in (rows[0], rows[-1]):
+    for names in groups.values():
+        figures = {name: spread([run[METRIC] for run in runs[name]]) for name in names}
+        best = BETTER(names, key=lambda name: figures[name][0])
+        chosen[best] = cases[best]
+        for name, (mean, sd) in figures.items():
+            print(f'{name:28}{mean:9.4f}{sd:9.4f}', '*' if name == best else '')
+        if best in (names[0], names[-1]):
             print(f'* is at the end of the range: a better {field} may lie beyond it')
-        of_a_seed = zip(*(runs[name] for _, _, _, name in rows))
-        logs[f'{group}, best at {best[0]}'] = [
-            [{field: row[0], METRIC: run[METRIC]} for row, run in zip(rows, own)]
-            for own in of_a_seed]
-    scale = 'log' if type(best[0]) is float else 'linear'
-    draw(folder / 'choice.png', logs, [(field, METRIC)], scale)
+        logs[f'{best} is best'] = list(zip(*(runs[name] for name in names)))  # a line per seed
+    draw(folder / 'choice.png', logs, [(field, METRIC)])
     return chosen
 
 def spread(values):
@@ -901,9 +890,8 @@ def tabulate(runs, seeds):
     tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
     for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    about_p = f'p is of {len(tested)} tests, corrected as Holm does'
     print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\n{about_p if tested else "t and p want two seeds"}.\n'
+          f'by seed;\nt and p want two seeds; p: of {len(tested)} tests, corrected as Holm does.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
@@ -982,9 +970,8 @@ def main(argv=None):
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     action, c = parse(argv)
-    device, _ = pick_device(c)
     if WORLD > 1:
-        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+        dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
     STOP.clear()
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
