@@ -38,7 +38,7 @@ vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
 efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
 unused parameters, and with position embeddings that the optimizer does not lose.
 
-Lines 1-856 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-820 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -144,27 +144,23 @@ class Config:
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
-    randaugment: str = 'none'      # a name in POLICIES: of small images, beside crop and flip
+    randaugment: str = 'none'      # none, paper or fixed: of small images, beside crop and flip
     mix: bool = False              # mixup, cutmix and random erasing, as DeiT has them
     label_smoothing: float = 0.0   # probability spread over all classes
     first_size: int = 0            # pixels images have at first; 0: image_size
-    size_epochs: float = 5.0       # passes over the data after which they grow by two patches
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimizer steps: 5 epochs of 7,200 drawn shapes
     batch_size: int = 64           # images in memory at once, shared among the processes
     grad_accum_steps: int = 1      # batches in an optimizer step
-    optimizer: str = 'adamw'       # adamw, adam, or set-adam, the papers'
+    optimizer: str = 'adamw'       # adamw, or set-adam, the papers'
     learning_rate: float = 4e-3    # at its peak
     min_lr: float = 0.0            # where the cosine ends, times learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 50
     warmdown_iters: int = 0        # last steps: down to 0 (trapezoid) or at a tenth (step)
     weight_decay: float = 0.05     # AdamW's, on matrices
-    beta1: float = 0.9
-    beta2: float = 0.999
     eps: float = 1e-18             # SET-Adam's, under its root
-    tau: float = 0.5               # how far SET-Adam lowers its denominators
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0: all there are
@@ -204,7 +200,7 @@ class Config:
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
         if any(spec.startswith('model=') for spec in self.over):
-            fail('--over model: each has sizes of its own; take --table models')
+            fail('--over model: each has sizes of its own; compare takes one model')
 
     @property
     def shifted(self):  # patches of five images, and a learned scale of the scores
@@ -242,11 +238,10 @@ TABLES = {  # rows for `compare --table NAME`, the papers' experiments among the
     # BF Table 3: CIFAR-10 88.15, 89.14 and 88.64 %
     '3': {'transformer': dict(attention='softmax'), 'beliefformer': dict(attention='belief'),
           'beliefformer*': dict(attention='belief-star')},
-    'models': {name: dict(sizes, model=name) for name, sizes in MODELS.items()},
 }
 CHOICES = {
     'attention': ATTENTION, 'model': MODELS, 'randaugment': ('none', 'paper', 'fixed'),
-    'optimizer': ('adamw', 'adam', 'set-adam'), 'table': ('', *TABLES),
+    'optimizer': ('adamw', 'set-adam'), 'table': ('', *TABLES),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'),
     'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
@@ -296,7 +291,7 @@ class Attention(nn.Module):
         """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs)."""
         c = self.config
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
-        if c.shifted:  # in place of 1 / sqrt(hs)
+        if c.shifted:  # a learned scale; the kernel's own, 1 / sqrt(hs), is undone
             q = q * self.temperature.exp() * c.head_size ** 0.5
         by_head = [t.transpose(1, 2) for t in (q, k, v)]                    # (B, nh, T, hs)
         return q, k, v, multi_head(*by_head, c.zero_diag)
@@ -499,102 +494,72 @@ def normalise(images, size, c):
     return x
 
 # ------------------------------------ augmentation ------------------------------------
-# RandAugment's operations, of one image, bytes (3, H, W): each equals Pillow's, bit for bit.
-def affine(x, a, b, c, d, e, f):
-    """Point (x, y) of the result is point (ax + by + c, dx + ey + f) of the image, black outside.
-    It is the nearest pixel in 16.16 fixed point: Pillow rounds that way, and it shows."""
-    H, W = x.shape[1:]
-    matrix = np.array([[a, b, c + (a + b) / 2], [d, e, f + (d + e) / 2]])   # centres are at 0.5
-    matrix = np.floor(65536 * matrix + 0.5).astype(int)
-    row, column = np.indices((H, W))
-    u, v = [p * column + q * row + r >> 16 for p, q, r in matrix]           # (H, W) each
-    inside = (0 <= u) & (u < W) & (0 <= v) & (v < H)
-    return x[:, v.clip(0, H - 1), u.clip(0, W - 1)] * inside
+@functools.lru_cache
+def operations():
+    """RandAugment's, of a Pillow image x: what each does with strength v, s = v or -v, around a
+    point `at`, and the range of v."""
+    try:
+        from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+    except ImportError:
+        raise OSError('--randaugment wants `pip install pillow`')
 
-def rotate(x, degrees):
-    H, W = x.shape[1:]
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    return affine(x, cos, -sin, (W - W * cos + H * sin) / 2,
-                  sin, cos, (H - W * sin - H * cos) / 2)
+    def affine(x, *matrix):  # the result's (x, y) is the image's (ax + by + c, dx + ey + f)
+        return x.transform(x.size, Image.AFFINE, matrix)
 
-def autocontrast(x):
-    """Stretch every channel to 0..255, but for constant ones."""
-    low, high = x.min((1, 2), keepdims=True), x.max((1, 2), keepdims=True)  # (3, 1, 1) each
-    scale = 255 / np.maximum(high - low, 1)
-    return np.where(high > low, x * scale - low * scale, x).astype(np.uint8)
+    def solarize_add(x, v):
+        brighter = x.point([min(255, i + int(v)) for i in range(256)] * 3)
+        return ImageOps.solarize(brighter, 128)
 
-def equalize(x):
-    """Spread the values of every channel, so that equally many pixels have each."""
-    out = x.copy()
-    for channel in out:
-        count = np.bincount(channel.ravel(), minlength=256)
-        step = (channel.size - count[channel.max()]) // 255
-        if step:
-            table = (step // 2 + count.cumsum() - count) // step
-            channel[:] = table.clip(0, 255)[channel]
-    return out
+    def cutout(x, side, at):  # near the top or left border moved inside, as its source does
+        top, left = [int(max(0, a * n - side / 2)) for a, n in zip(at, (x.height, x.width))]
+        box = left, top, left + int(side), top + int(side)
+        ImageDraw.Draw(x).rectangle(box, (125, 123, 114))
+        return x
 
-def solarize(x, threshold):
-    return np.where(x < threshold, x, 255 - x)
+    return {
+        'AutoContrast': (lambda x, v, s, at: ImageOps.autocontrast(x), 0, 0),
+        'Equalize': (lambda x, v, s, at: ImageOps.equalize(x), 0, 0),
+        'Invert': (lambda x, v, s, at: ImageOps.invert(x), 0, 0),
+        'Rotate': (lambda x, v, s, at: x.rotate(s), 0, 30),
+        'Posterize': (lambda x, v, s, at: ImageOps.posterize(x, int(v)), 0, 4),
+        'Solarize': (lambda x, v, s, at: ImageOps.solarize(x, v), 0, 256),
+        'SolarizeAdd': (lambda x, v, s, at: solarize_add(x, v), 0, 110),
+        'Color': (lambda x, v, s, at: ImageEnhance.Color(x).enhance(v), 0.1, 1.9),
+        'Contrast': (lambda x, v, s, at: ImageEnhance.Contrast(x).enhance(v), 0.1, 1.9),
+        'Brightness': (lambda x, v, s, at: ImageEnhance.Brightness(x).enhance(v), 0.1, 1.9),
+        'Sharpness': (lambda x, v, s, at: ImageEnhance.Sharpness(x).enhance(v), 0.1, 1.9),
+        'ShearX': (lambda x, v, s, at: affine(x, 1, s, 0, 0, 1, 0), 0, 0.3),
+        'ShearY': (lambda x, v, s, at: affine(x, 1, 0, 0, s, 1, 0), 0, 0.3),
+        'Cutout': (lambda x, v, s, at: cutout(x, v, at), 0, 40),
+        'TranslateX': (lambda x, v, s, at: affine(x, 1, 0, s, 0, 1, 0), 0, 100),
+        'TranslateY': (lambda x, v, s, at: affine(x, 1, 0, 0, 0, 1, s), 0, 100),
+    }
 
-def blend(other, x, factor):
-    """Factor 1 is the image, 0 the other one."""
-    other = np.float32(other)
-    return (other + factor * (x - other)).clip(0, 255).astype(np.uint8)
+def randaugment(x, chance, policy):
+    """Two operations, drawn with replacement, on an image, bytes (3, H, W)."""
+    table = operations()
+    from PIL import Image
+    image = Image.fromarray(x.transpose(1, 2, 0).copy())
+    for which, sign, *at in chance.reshape(2, 4):
+        name = list(table)[int(which * len(table))]
+        operation, low, high = table[name]
+        if policy == 'fixed' and 'Translate' in name:  # 100 pixels are meant for images of 224
+            high = 0.45 * (image.width if name == 'TranslateX' else image.height)
+        v = low + (high - low) * (14 / 30)  # magnitude 14 of 30
+        image = operation(image, v, v if sign < 0.5 else -v, at)
+    return np.asarray(image).transpose(2, 0, 1)
 
-def grey(x):
-    return np.tensordot([19595, 38470, 7471], x, 1) + 32768 >> 16           # (H, W)
-
-def smooth(x):
-    """3x3 mean, the pixel itself five times; the border stays as it is."""
-    out = x.copy()
-    nine = np.lib.stride_tricks.sliding_window_view(x, (3, 3), (1, 2)).sum((3, 4))
-    out[:, 1:-1, 1:-1] = (nine + 4.0 * x[:, 1:-1, 1:-1] + 6.5) / 13
-    return out
-
-def cutout(x, side, centre):
-    """A box near the top or left border is moved inside, as its source does."""
-    out, reach = x.copy(), int(side) + 1
-    top, left = [int(max(0, at * n - side / 2)) for at, n in zip(centre, x.shape[1:])]
-    out[:, top:top + reach, left:left + reach] = [[[125]], [[123]], [[114]]]
-    return out
-
-RANDAUGMENT = {  # operation of strength v, s = v or -v, around a point `at`; the range of v
-    'AutoContrast': (lambda x, v, s, at: autocontrast(x), 0, 0),
-    'Equalize': (lambda x, v, s, at: equalize(x), 0, 0),
-    'Invert': (lambda x, v, s, at: 255 - x, 0, 0),
-    'Rotate': (lambda x, v, s, at: rotate(x, s), 0, 30),
-    'Posterize': (lambda x, v, s, at: x & 256 - 2 ** (8 - int(v)), 0, 4),
-    'Solarize': (lambda x, v, s, at: solarize(x, v), 0, 256),
-    'SolarizeAdd': (lambda x, v, s, at: solarize(x.clip(0, 255 - int(v)) + int(v), 128), 0, 110),
-    'Color': (lambda x, v, s, at: blend(grey(x), x, v), 0.1, 1.9),
-    'Contrast': (lambda x, v, s, at: blend(int(grey(x).mean() + 0.5), x, v), 0.1, 1.9),
-    'Brightness': (lambda x, v, s, at: blend(0, x, v), 0.1, 1.9),
-    'Sharpness': (lambda x, v, s, at: blend(smooth(x), x, v), 0.1, 1.9),
-    'ShearX': (lambda x, v, s, at: affine(x, 1, s, 0, 0, 1, 0), 0, 0.3),
-    'ShearY': (lambda x, v, s, at: affine(x, 1, 0, 0, s, 1, 0), 0, 0.3),
-    'Cutout': (lambda x, v, s, at: cutout(x, v, at), 0, 40),
-    'TranslateX': (lambda x, v, s, at: affine(x, 1, 0, s, 0, 1, 0), 0, 100),
-    'TranslateY': (lambda x, v, s, at: affine(x, 1, 0, 0, 0, 1, s), 0, 100),
-}
-MAGNITUDE = 14 / 30  # where in that range
 DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
 
 def augment(x, chance, policy, size=None):
     """Of a photo's path a crop, (3, size, size), maybe flipped; an image (3, H, W) gets two
     operations of RandAugment, a crop with 4 black pixels around it, maybe a flip."""
-    if x.ndim == 0:
+    if isinstance(x, str):
         x = read_photo(x, size, chance)
         return x[..., ::-1] if chance[4] < 0.5 else x
     H, W = x.shape[1:]
-    draws = chance[3:].reshape(2, 4) if policy != 'none' else []
-    for which, sign, *at in draws:
-        name = list(RANDAUGMENT)[int(which * len(RANDAUGMENT))]
-        operation, low, high = RANDAUGMENT[name]
-        if policy == 'fixed' and 'Translate' in name:  # 100 pixels are meant for images of 224
-            high = 0.45 * (W if name == 'TranslateX' else H)
-        v = low + (high - low) * MAGNITUDE
-        x = operation(x, v, v if sign < 0.5 else -v, at)
+    if policy != 'none':
+        x = randaugment(x, chance[3:], policy)
     top, left = (9 * chance[:2]).astype(int)
     x = np.pad(x, ((0, 0), (4, 4), (4, 4)))[:, top:top + H, left:left + W]
     return x[..., ::-1] if chance[2] < 0.5 else x
@@ -644,17 +609,16 @@ def make_model(c, data):
     return model
 
 def make_optimizer(model, c):
-    """SET-Adam [BF Sec. 5.3]; AdamW, which decays matrices named `weight`; Adam, which does not."""
-    betas = c.beta1, c.beta2
+    """SET-Adam [BF Sec. 5.3], or AdamW, which decays matrices named `weight`."""
     if c.optimizer == 'set-adam':
-        return SETAdam(model.parameters(), c.learning_rate, betas, c.eps, c.tau)
+        return SETAdam(model.parameters(), c.learning_rate, eps=c.eps)
     matrices, others = [], []
     for name, p in model.named_parameters():
         group = matrices if name.endswith('.weight') and p.dim() >= 2 else others
         group.append(p)
-    decay = c.weight_decay if c.optimizer == 'adamw' else 0.0
-    groups = [dict(params=matrices, weight_decay=decay), dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, c.learning_rate, betas)
+    groups = [dict(params=matrices, weight_decay=c.weight_decay),
+              dict(params=others, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, c.learning_rate)  # betas 0.9 and 0.999, as SET-Adam's
 
 @functools.lru_cache(2)
 def shuffled(seed, epoch, n):
@@ -665,7 +629,7 @@ def begin_batch(data, c, step, micro):
     will have ready, labels, size. Images come out of one endless row of shuffles."""
     images, labels = data.train
     n, begin = len(labels), step * c.units_per_step
-    grown = 2 * c.patch_size * int(begin / n / c.size_epochs)
+    grown = 2 * c.patch_size * int(begin / n / 5)  # two patches more every five epochs
     size = min(c.image_size, (c.first_size or c.image_size) + grown)        # in pixels
     rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)
     chance = stream('chance', c.seed, step).random((c.units_per_step, DRAWS))[rows]
@@ -699,7 +663,7 @@ def loss_of(model, batch, c):
 
 def view(data, images, size, c, device='cpu'):
     """Images as they are judged: whole, photos their middle -> (B, 3, size, size)."""
-    if images.ndim == 1:
+    if images.ndim == 1:  # paths of photos
         images = np.stack(list(data.threads.map(read_photo, images, [size] * len(images))))
     return normalise(torch.from_numpy(images).to(device), size, c)
 
@@ -1267,7 +1231,7 @@ def load_arrays(folder):
         except Exception as error:  # numpy and zipfile raise half a dozen kinds
             fail(f'{path} wants images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
         parts[path.stem] = images, labels
-    classes = [str(i) for i in range(max(labels) + 1)]
+    classes = [str(i) for i in range(parts['train'][1].max() + 1)]
     if (folder / 'meta.json').exists():
         classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
     return parts['train'], parts.get('test'), classes

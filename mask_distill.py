@@ -31,7 +31,7 @@ cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of on
 
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-729 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-726 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -56,8 +56,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 from torch.utils.checkpoint import checkpoint
+from torch.utils.benchmark import Timer
 
 SCRIPT = 'mask_distill'
 RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
@@ -109,18 +109,18 @@ def bounded(masks):
     return {kind for kind, _ in candidates(masks)} <= {'window', 'offset', 'first', 'sinks'}
 
 def coefficients(alpha):
-    """log sigmoid(alpha), (nh or 1, K). [choice] A mask with less than a thousandth of its head's
-    largest coefficient is closed: -inf.  [MA Sec. 3]"""
+    """log sigmoid(alpha), (K,). [choice] A mask with less than a thousandth of the largest
+    coefficient is closed: -inf.  [MA Sec. 3]"""
     log_c = F.logsigmoid(alpha)
-    return log_c.masked_fill(log_c < log_c.amax(1, keepdim=True) + math.log(1e-3), -math.inf)
+    return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
 def own_token(masks, log_c):
-    """c / max c (nh, K + 1). [choice] So that no row is empty, a token may attend to itself: where
-    no open mask surely holds that, one more does, with the largest coefficient."""
-    relative = (log_c - log_c.amax(1, keepdim=True)).exp()                  # (nh, K)
+    """c / max c (K + 1,). [choice] So that no row is empty, a token may attend to itself: where no
+    open mask surely holds that, one more does, with the largest coefficient."""
+    relative = (log_c - log_c.max()).exp()                                  # (K,)
     sure = [KINDS[kind](10**9, 10**9, n, 1) for kind, n in candidates(masks)]  # of late tokens
-    own = relative[:, sure].sum(1, keepdim=True) == 0                       # (nh, 1)
-    return torch.cat([relative, own], 1)
+    own = relative[sure].sum() == 0
+    return torch.cat([relative, own.view(1)])
 
 def hold(masks, i, j):
     """Which masks, last the own token's, hold i (..., Tq), j (..., T)? -> (K + 1, ..., Tq, T)."""
@@ -130,8 +130,8 @@ def hold(masks, i, j):
                         for kind, n in candidates(masks) + [('offset', 0)]])
 
 def mixture(c, M):
-    """W = sum_k c_k M_k from c (nh, K), M (K, ..., Tq, T) -> (nh, ..., Tq, T).  [MA Sec. 3]"""
-    return sum(c[:, k].view(-1, *[1] * m.dim()) * m for k, m in enumerate(M))
+    """W = sum_k c_k M_k from c (K,), M (K, ..., Tq, T) -> (..., Tq, T).  [MA Sec. 3]"""
+    return sum(c_k * m for c_k, m in zip(c, M))
 
 def safe_log(w):
     """log w, and -inf with gradient 0 where w is 0."""
@@ -140,32 +140,31 @@ def safe_log(w):
 def each_softmax(S, M, c):
     """sum_k c_k softmax(S on M_k), where a mask without tokens adds nothing."""
     total = 0.0
-    for m, c_k in zip(M, c.T):
+    for c_k, m in zip(c, M):
         p = F.softmax(S.masked_fill(~m, torch.finfo(S.dtype).min), -1) * m
-        total = total + c_k.view(-1, 1, 1) * p
+        total = total + c_k * p
     return total
 
-# Scores S = Q K^T / sqrt(hs) (B, nh, Tq, T), masks M (K, Tq, T), coefficients c (nh or 1, K)
-# divided by the largest one, that one, and which pairs are causal -> attention (B, nh, Tq, T)
-READINGS = {
-    'renormalised': lambda S, M, c, largest, causal: F.softmax(S.add_(safe_log(mixture(c, M))), -1),
-    'unnormalised': lambda S, M, c, largest, causal: (
-        mixture(c * largest, M) * F.softmax(S.masked_fill(~causal, -math.inf), -1)),
-    'separate': lambda S, M, c, largest, causal: each_softmax(S, M, c * largest),
+READINGS = {  # from scores S (B, nh, Tq, T), masks M (K, Tq, T) and coefficients c (K,)
+    'renormalised': lambda S, M, c: F.softmax(S.add_(safe_log(mixture(c, M))), -1),
+    'unnormalised': lambda S, M, c: mixture(c, M) * F.softmax(S, -1),
+    'separate': each_softmax,
 }
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (B, nh, Tq, hs), k (B, nh, T, hs) at positions i, j (default 0, 1, ...) -> (B, nh, Tq, T).
-    log_c (nh or 1, K): logarithms of the masks' coefficients, by default 0."""
+    log_c (K,): logarithms of the masks' coefficients, by default 0."""
     i = torch.arange(q.size(2), device=q.device) if i is None else i
     j = torch.arange(k.size(2), device=q.device) if j is None else j
-    log_c = torch.zeros(1, len(candidates(masks)), device=q.device) if log_c is None else log_c
+    log_c = torch.zeros(len(candidates(masks)), device=q.device) if log_c is None else log_c
     S = (q / math.sqrt(q.size(-1))) @ k.mT                                  # (B, nh, Tq, T)
-    causal = i[..., None] >= j[..., None, :]
+    future = i[..., None] < j[..., None, :]                                 # (Tq, T)
     if masks == 'all' and reading == 'renormalised':  # plain attention
-        return F.softmax(S.masked_fill(~causal, -math.inf), dim=-1)
-    largest = log_c.amax(1, keepdim=True).exp()
-    return READINGS[reading](S, hold(masks, i, j), own_token(masks, log_c), largest, causal)
+        return F.softmax(S.masked_fill(future, -math.inf), dim=-1)
+    c = own_token(masks, log_c)                                             # c / max c (K + 1,)
+    if reading != 'renormalised':
+        S, c = S.masked_fill(future, -math.inf), c * log_c.max().exp()
+    return READINGS[reading](S, hold(masks, i, j), c)
 
 def dense_attention(q, k, v, masks='all', log_c=None, reading='renormalised', i=None, j=None):
     """The definition, any masks: O(T^2). q, k, v (B, nh, T, hs) -> (B, nh, T, hs)."""
@@ -185,50 +184,49 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     far = far.masked_fill(far >= near[:, :1], -1)  # nowhere: it is among the near ones
 
     def keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + reach - 1 + first, hs)
-        near = F.pad(t, (0, 0, reach - 1, end)).unfold(2, b + reach - 1, b).mT
-        return torch.cat([near, t[:, :, None, :first].expand(-1, -1, n, -1, -1)], 3)
+        windows = F.pad(t, (0, 0, reach - 1, end)).unfold(2, b + reach - 1, b).mT
+        firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
+        return torch.cat([windows, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, end)).view(B, nh, n, b, hs)
     p = attention_weights(queries, keys(k), masks, log_c, i=i, j=torch.cat([near, far], 1))
     return (p.to(v.dtype) @ keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def expected_pairs(chances, masks, T):
-    """Share of T tokens' causal pairs in any mask, if each is there with its chance (nh, K + 1)."""
+    """Share of T tokens' causal pairs in any mask, if each is there with its chance (K + 1,)."""
     i = torch.arange(T, device=chances.device)
     lost = 1.0
-    for chance, m in zip(chances.T, hold(masks, i, i)):
-        lost = lost * (1 - chance.view(-1, 1, 1) * m)                       # (nh, T, T)
-    return (1 - lost).sum() / (len(chances) * T * (T + 1) / 2)
+    for chance, m in zip(chances, hold(masks, i, i)):
+        lost = lost * (1 - chance * m)                                      # (T, T)
+    return (1 - lost).sum() / (T * (T + 1) / 2)
 
 def penalty(alphas, c):
-    """L1, the sum of the coefficients of every layer's alpha (nh or 1, K), and by how much the
-    expected pairs, with chances c / max c, are over the budget.  [MA Sec. 2.5]"""
-    total = c.l1 * sum(alpha.sigmoid().mean(0).sum() for alpha in alphas)
+    """L1, the sum of the coefficients of every layer's alpha (K,), and by how much the expected
+    pairs, with chances c / max c, are over the budget.  [MA Sec. 2.5]"""
+    total = c.l1 * sum(alpha.sigmoid().sum() for alpha in alphas)
     if c.budget:
         for alpha in alphas:
             chances = own_token(c.masks, F.logsigmoid(alpha))
             excess = expected_pairs(chances, c.masks, c.block_size) - c.budget
-            total = total + c.budget_weight * F.relu(excess - 1e-6) / len(alphas)
+            total = total + F.relu(excess - 1e-6) / len(alphas)  # rounding is no excess
     return total
 
 @torch.no_grad()
 def kept_pairs(alphas, masks, T):
-    """Share of the causal pairs of T tokens that open masks hold, mean over layers and heads."""
-    chances = torch.cat([own_token(masks, coefficients(alpha)) > 0 for alpha in alphas])
-    return expected_pairs(chances.float(), masks, T).item()
+    """Share of the causal pairs of T tokens that open masks hold, mean over layers."""
+    opened = [(own_token(masks, coefficients(alpha)) > 0).float() for alpha in alphas]
+    return sum(expected_pairs(x, masks, T).item() for x in opened) / len(opened)
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
 class Config:
-    """Every field is a flag: --n-layer 6, --per-head, --no-per-head. --help prints this."""
+    """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
     # the report's method
     masks: str = 'window:32+sinks:4'  # all, window:N, offset:N, first:N, sinks:N, names; with +
     reading: str = 'renormalised'  # a name in READINGS: what the combination of masks means
-    per_head: bool = False         # coefficients for every head, not only for every layer
     learn: str = 'attention'       # alphas: those alone; attention: with c_attn and c_proj
     l1: float = 0.0                # weight of the report's penalty on coefficients
     budget: float = 0.0            # share of the causal pairs to keep; 0: any
-    budget_weight: float = 1.0     # nats for each whole share above the budget
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
     stage: str = 'student'         # set by the script: teacher in stage 1
@@ -356,7 +354,7 @@ class SelfAttention(nn.Module):
         if watch is not None:
             with torch.no_grad():
                 watch.append(attention_weights(q, k, self.masks, log_c, self.reading, i, j))
-        if self.fused and len(i) in (1, len(j)):
+        if self.fused and len(i) in (1, len(j)):  # the newest token alone, or all of them
             return F.scaled_dot_product_attention(q, k, v, is_causal=len(i) > 1)
         if self.reading == 'renormalised' and bounded(self.masks) and len(i) == len(j):
             return blocked_attention(q, k, v, self.masks, log_c)
@@ -371,13 +369,14 @@ class SelfAttention(nn.Module):
         if cache:
             k, v = torch.cat([cache['k'], k], 2), torch.cat([cache['v'], v], 2)
             j = torch.cat([cache['j'], i])
-        if cache is not None:  # keep what tokens after the last one may attend to
-            reach, first = extent(self.masks)
-            stays = (j < first) | (j > j[-1] + 1 - reach)
-            if self.reading == 'unnormalised' or not bounded(self.masks):
-                stays[:] = True  # the former divides by what the masks leave out, too
-            cache.update(k=k[:, :, stays], v=v[:, :, stays], j=j[stays], past=past + len(i))
-        return self.c_proj(self.attend(q, k, v, i, j, watch).transpose(1, 2).flatten(2))
+        y = self.attend(q, k, v, i, j, watch)                               # (B, nh, T, hs)
+        if cache is not None:  # it is empty at first
+            if bounded(self.masks) and self.reading != 'unnormalised':  # which divides by all
+                reach, first = extent(self.masks)
+                stays = (j < first) | (j > j[-1] + 1 - reach)  # what later tokens may attend to
+                k, v, j = k[:, :, stays], v[:, :, stays], j[stays]
+            cache.update(k=k, v=v, j=j, past=past + len(i))
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, c):
@@ -446,14 +445,13 @@ class GPT2(nn.Module):
         return idx, sum(layer['k'].nbytes + layer['v'].nbytes for layer in cache)
 
 def substitute(teacher, c):
-    """The teacher, but with a copy of its attention, with masks. Only what --learn says trains."""
-    shared = {id(p): p for name, p in teacher.named_parameters() if '.attn.' not in name}
-    model = copy.deepcopy(teacher, shared)
+    """A copy of the teacher whose attention has masks. Only what --learn says trains."""
+    model = copy.deepcopy(teacher)
     model.config = c
-    shape = teacher.config.n_head if c.per_head else 1, len(candidates(c.masks))
+    zeros = torch.zeros(len(candidates(c.masks)), device=teacher.wte.weight.device)
     for block in model.h:
         block.attn.fused, block.attn.masks, block.attn.reading = False, c.masks, c.reading
-        block.attn.alpha = nn.Parameter(torch.zeros(shape, device=teacher.wte.weight.device))
+        block.attn.alpha = nn.Parameter(zeros.clone())
     trained = '.attn.' if c.learn == 'attention' else '.alpha'
     for name, p in model.named_parameters():
         p.requires_grad_(trained in name)
@@ -487,8 +485,7 @@ def get_tokenizer(name):
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
 def load_data(c):
-    """train and val (uint16 tokens), where windows to validate on start, and those to train on
-    (pool; empty: anywhere), and in stage 2 the teacher that c.init names."""
+    """train, val (uint16 tokens), starts of validation windows, and in stage 2 --init's teacher."""
     folder, tokenizer = Path('data', c.data), c.tokenizer
     if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         tokenizer = json.loads((folder / 'meta.json').read_text('utf-8'))['tokenizer']
@@ -502,13 +499,13 @@ def load_data(c):
     starts = np.linspace(0, len(val) - c.block_size - 1, c.eval_rows).astype(np.int64)
     data = SimpleNamespace(
         train=train, val=val, tokenizer=tokenizer, vocab_size=V, val_starts=np.unique(starts),
-        pool=stream('samples', c.seed).integers(len(train) - c.block_size, size=c.samples),
         teacher=None, about=f'{c.data}, {len(train):,} tokens ({tokenizer})')
     if c.stage == 'student':
-        data.teacher = load_teacher(c.init)
+        data.teacher = load_teacher(c)
         data.about += f'\nteacher {c.init}'
         t = data.teacher.config
-        if t.vocab_size // 1000 != V // 1000 or t.block_size < c.block_size:
+        same = t.vocab_size // 1000 == V // 1000  # 50257, or 50304 where a file is padded
+        if not same or t.block_size < c.block_size:
             fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions, the '
                  f'data {V} and --block-size {c.block_size}')
     return data
@@ -523,15 +520,15 @@ def windows(tokens, starts, c, device):
 METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
 BETTER = min          # the less the better
 RESULTS = ['kl', 'accuracy', 'mse', 'cosine', 'kept']  # what `compare` tables
-UNIT = 'tokens'       # what c.units_per_step counts
 LOGITS = 2 ** 25      # of a distribution, held at once: 128 MB in float32
+UNIT = 'tokens'       # what c.units_per_step counts
 
 def make_model(c, data):
     """A teacher to be or, in stage 2, the teacher with masks; its config has what data decide."""
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size))
     if not data:
-        return substitute(load_teacher(c.init), c)
+        return substitute(load_teacher(c), c)
     t = data.teacher.config
     c = replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd, tokenizer=data.tokenizer)
     return substitute(data.teacher, replace(c, vocab_size=t.vocab_size))
@@ -548,12 +545,13 @@ def make_optimizer(model, c):
 
 def get_batch(data, c, step, micro, device):
     """This process's rows of micro-batch `micro`, from seed and step alone, and the teacher."""
-    n = c.samples or len(data.train) - c.block_size
-    starts = stream('batch', c.seed, step).integers(n, size=(c.grad_accum_steps, c.batch_size))
-    if c.samples:
-        starts = data.pool[starts]
+    n = len(data.train) - c.block_size
+    size = c.grad_accum_steps, c.batch_size
+    starts = stream('batch', c.seed, step).integers(c.samples or n, size=size)
+    if c.samples:  # of these windows, the same ones in every step
+        starts = stream('samples', c.seed).integers(n, size=c.samples)[starts]
     x, y = windows(data.train, starts[micro, RANK::WORLD], c, device)
-    return x, y, data.teacher and data.teacher.to(device)
+    return x, y, data.teacher
 
 def token_kl(x, y, weight):
     """KL(teacher || student), nats, of features y and x (B, T, C), with the same output weights
@@ -589,12 +587,11 @@ def validation(data, rows, c, device):
 @torch.no_grad()
 def evaluate(model, data, c, device):
     """The loss without penalty, and the share of the pairs that is kept."""
-    teacher = data.teacher and data.teacher.to(device)
     total = 0.0
     for x, y in validation(data, c.batch_size, c, device):
-        total += text_loss(model, x, y, teacher).item() * len(x)
+        total += text_loss(model, x, y, data.teacher).item() * len(x)
     figures = dict(val_loss=max(0.0, total / len(data.val_starts)))
-    if teacher:
+    if data.teacher:
         figures['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
     return figures
 
@@ -603,7 +600,7 @@ def finish(model, data, c, device, folder):
     if c.stage == 'teacher':
         return {}
     rows = max(1, min(c.batch_size, LOGITS // (c.block_size * model.config.vocab_size)))
-    return fidelity(model, data.teacher.to(device), validation(data, rows, c, device))
+    return fidelity(model, data.teacher, validation(data, rows, c, device))
 
 # --- training loop (identical in all four scripts; test_all.py checks)
 def schedule(step, c):
@@ -1130,17 +1127,17 @@ def load_gpt2(path):
     except Exception as error:  # a damaged file raises half a dozen kinds
         fail(f'{path} is no GPT-2 in safetensors: {" ".join(str(error).split())[:200]}')
 
-def load_teacher(path):
-    """From a safetensors file or from a checkpoint of stage 1 -> GPT2, frozen."""
-    if path.endswith('.pt'):
-        saved = load_checkpoint(path)
+def load_teacher(c):
+    """--init, a safetensors file or a checkpoint of stage 1 -> GPT2, frozen."""
+    if c.init.endswith('.pt'):
+        saved = load_checkpoint(c.init)
         if saved['config']['stage'] != 'teacher':
-            fail(f'--init {path} is a student: name its teacher')
+            fail(f'--init {c.init} is a student: name its teacher')
         model = GPT2(Config(**saved['config']))
         model.load_state_dict(saved['model'])
     else:
-        model = load_gpt2(path)
-    return model.requires_grad_(False).eval()
+        model = load_gpt2(c.init)
+    return model.requires_grad_(False).eval().to(pick_device(c)[0])
 
 CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
     'accuracy': 0.95,  # at least: its next-token accuracy / the teacher's
@@ -1203,7 +1200,7 @@ def with_teacher(c):
     """Stage 1 of 2 -> c with a teacher in c.init: the one it names, a prepared GPT-2, or one that
     is trained here, once."""
     for spec in c.over:
-        if spec.partition('=')[0].replace('-', '_') in TEACHER[3:]:
+        if spec.partition('=')[0].replace('-', '_') in TEACHER[3:]:  # seed, size and data may vary
             fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
     if c.init:
         return c
@@ -1213,7 +1210,7 @@ def with_teacher(c):
                 max_iters=c.teacher_iters, learning_rate=c.teacher_lr, min_lr=0.1, samples=0,
                 schedule='cosine', warmup_iters=100, grad_clip=1.0, fresh=False)
     gpt2 = 'data/weights/gpt2/model.safetensors'
-    if load_data(t).tokenizer == 'gpt2' and os.path.exists(gpt2):
+    if os.path.exists(gpt2) and load_data(t).tokenizer == 'gpt2':
         return replace(c, init=gpt2)
     size = os.path.getsize(c.data) if os.path.isfile(c.data) else 0
     mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER] + [size]).encode())
@@ -1224,7 +1221,7 @@ def with_teacher(c):
     if step < t.max_iters:
         print('stopped; the same command goes on')
         raise SystemExit(128 + STOP[0] if STOP else 0)
-    print(agreed('stage 2 of 2: the student'))  # until then the others wait for the checkpoint
+    print(agreed('stage 2 of 2: the student'))  # a broadcast: the others wait for the checkpoint
     return replace(c, init=str(folder / 'ckpt.pt'))
 
 def peak(f, device):
@@ -1306,7 +1303,7 @@ def side_by_side(c, model, teacher, prompts):
     found = [[prompt] for prompt in prompts]
     for texts in found:
         idx = torch.tensor([encoding.encode_ordinary(texts[0])], device=device)     # (1, T)
-        for name, net in (('teacher', teacher.to(device)), ('student', model)):
+        for name, net in (('teacher', teacher), ('student', model)):
             torch.manual_seed(c.seed)
             out, size = net.generate(idx, c.new_tokens, c.temperature)
             texts.append(encoding.decode([t for t in out[0].tolist() if t < encoding.n_vocab]))
@@ -1317,7 +1314,7 @@ def report(c, model, log):
     """Print the criteria, of the masks alone and after training, and two samples -> figures."""
     device, _ = pick_device(c)
     data = load_data(c)
-    untrained = substitute(data.teacher.to(device), model.config)
+    untrained = substitute(data.teacher, model.config)
     rows = {}
     print('the report wants' + ''.join(f'{name:>9} {x:<7g}' for name, x in CRITERIA.items()))
     for case, net in (('mask only', untrained), ('trained', model)):
@@ -1340,7 +1337,7 @@ def criteria(c):
 def sample(c):
     """Teacher and student go on from --prompt, or from the report's seven."""
     c, model = load_run(c)
-    return side_by_side(c, model, load_teacher(c.init), [c.prompt] if c.prompt else PROMPTS)
+    return side_by_side(c, model, load_teacher(c), [c.prompt] if c.prompt else PROMPTS)
 
 def inspect_masks(c):
     """Train, and watch the coefficients of every layer; with --table or --over, of each case."""
@@ -1352,8 +1349,8 @@ def inspect_masks(c):
         for step, model, log in train(case):
             if step % c.eval_interval == 0 or step == case.max_iters:
                 for layer, alpha in enumerate(model.alphas()):
-                    c_k = alpha.sigmoid().mean(0).tolist()                  # mean over heads
-                    rows.append(dict(step=step, layer=layer, **dict(zip(masks, c_k))))
+                    c_k = dict(zip(masks, alpha.sigmoid().tolist()))
+                    rows.append(dict(step=step, layer=layer, **c_k))
         depth = len(model.h)
         for row in rows[-depth:]:
             print(f'coefficients in layer {row["layer"]}: {show(row)}')
