@@ -36,20 +36,18 @@ steps, means of eight and three seeds, one CPU thread). Its problem is (2) made 
 ridge term, x >= 0, tokens less their mean. As OA has it, it hardly learns in cross-attention.
 
 What OA leaves open: [choice] tokens with positions (DETR's keys) are solved over, those without
-(its values) are mixed, since solving and mixing over the same nearly gives back the query (--dict
-value); no output projection (--out-proj), no dropout of x; heads without weights are slices of the
-channels. Model and keys are facebookresearch/detr's.
+(its values) are mixed, since solving and mixing over the same nearly gives back the query
+(--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
+are slices of the channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-907 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-871 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then average precision, drawings, photos, ResNet-50, pictures.
 """
 import argparse
 import ast
 import concurrent.futures
-import copy
 import csv
 import functools
-import itertools
 import json
 import linecache
 import math
@@ -120,8 +118,9 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho, e = scales(q, k, own, sparsity, rho, ridge, positive)
+    # (3b) has a threshold for each query, F.softshrink one for all: so x is measured in units of it
     unit = penalty / (2 * rho)                                              # (B, nh, Q, 1)
-    q = q / torch.where(unit > 0, unit, 1)  # so that in these units the threshold of (3b) is 1
+    q = q / torch.where(unit > 0, unit, 1)
     if vanilla:
         eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
         inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]              # (B, nh, N, N)
@@ -133,10 +132,8 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
         z = F.relu(v - 1) if positive else F.softshrink(v, 1.0)
         return without_own(z / (1 + e / rho), own)
 
-    v = q.new_zeros(*q.shape[:-1], k.size(-2))                              # (B, nh, Q, N)
+    z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))                      # (B, nh, Q, N)
     for _ in range(iterations):
-        z = shrink(v)
-        u = v - z  # (3c): the running sum of x - z, what the constraint x = z costs
         w = z - u
         # (3a): argmin ||q - x^T K||^2 + rho ||x - w||^2
         if vanilla:
@@ -144,11 +141,11 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
         else:
             x = w + (q - w @ k) @ P  # the same: ridge regression of what w leaves over
         v = torch.add(v, x - z, alpha=relax)                                # x + u if relax is 1
-    return shrink(v) * unit
+        z = shrink(v)
+        u = v - z  # (3c): the running sum of x - z, what the constraint x = z costs
+    return z * unit
 
-SIGMA = 1e-4  # [choice] what OA calls small: the jitter on K^T K
-
-def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=False):
+def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=False, sigma=1e-4):
     """Equations (3) or (4) to the letter -> x (B, nh, Q, N). They do not solve the Lasso.
 
     The sign of mu in (3b) contradicts (3c), so that past the threshold the state doubles, or worse,
@@ -162,7 +159,8 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
         eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
         inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]              # (B, nh, N, N)
     else:
-        jitter = SIGMA * torch.rand(k.size(-1), generator=torch.Generator().manual_seed(1))
+        # [choice] sigma: OA calls the jitter on K^T K small
+        jitter = sigma * torch.rand(k.size(-1), generator=torch.Generator().manual_seed(1))
         D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))            # (B, nh, hs)
         D = D.unsqueeze(-2)                                                 # (B, nh, 1, hs)
         Y = k @ X / D.sqrt()                                                # (B, nh, N, hs)
@@ -186,7 +184,7 @@ def sharpen(x, power=5):
     y = (x / largest.clamp_min(1e-6)) ** power
     return y / y.abs().sum(-1, keepdim=True).clamp_min(1)
 
-def dictionary(k, padding, c, random_tokens=0):
+def dictionary(k, padding, c):
     """The tokens to solve over: zeros for padding, which get no weight; less their mean if
     --centre; after them tokens of N(0, 1), the same every time.  [OA Sec. 3]"""
     if padding is None:
@@ -196,8 +194,7 @@ def dictionary(k, padding, c, random_tokens=0):
     if c.centre:
         mean = k.sum(2, keepdim=True) / (~hidden).sum(2, keepdim=True)
         k = (k - mean).masked_fill(hidden, 0)
-    n = random_tokens if c.random_tokens is None else c.random_tokens
-    extra = torch.randn(n, k.size(-1), generator=torch.Generator().manual_seed(0))
+    extra = torch.randn(c.random_tokens, k.size(-1), generator=torch.Generator().manual_seed(0))
     extra = extra.to(k).expand(*k.shape[:2], -1, -1)                        # (B, nh, n, hs)
     return torch.cat([k, extra], dim=2)
 
@@ -212,7 +209,8 @@ def l2(q, k, padding, own, c):
     """argmin ||q - x^T K||^2 + rho ||x||^2, sharpened.  [OA Eq. 1]"""
     N = k.size(2)
     k = dictionary(k, padding, c)
-    P = regression(k, scales(q, k, rho=c.rho)[1])
+    _, rho, _ = scales(q, k, rho=c.rho)
+    P = regression(k, rho)
     x = q @ P
     if own:  # the best x with x_ii = 0 moves along row i of rho (K K^T + rho I)^-1 = I - K P
         row = torch.eye(*x.shape[-2:], device=x.device) - k[:, :, :N] @ P   # (B, nh, Q, N)
@@ -229,7 +227,8 @@ def admm(q, k, padding, own, c, vanilla=False):
 
 def admm_printed(q, k, padding, own, c, vanilla=False):
     """The paper's formulas as they stand, which pay no heed to padding.  [OA Eq. 4]"""
-    tokens = dictionary(k, None, replace(c, centre=False), random_tokens=32)  # [choice] 32
+    options = replace(c, centre=False, random_tokens=c.random_tokens or 32)  # [choice] 32
+    tokens = dictionary(k, None, options)
     x = printed(q, tokens, own, c.sparsity, c.rho, c.iterations, vanilla)
     return sharpen(x, c.power)[..., :k.size(2)]
 
@@ -250,14 +249,14 @@ class Config:
     # the paper's method: attention in the decoder; names in ATTENTION
     self_attention: str = 'softmax'  # of its queries to each other
     cross_attention: str = 'admm'    # of its queries to the image
-    dict: str = 'key'              # key or value: tokens to solve over; mixed are values
+    solve_over: str = 'key'        # key or value: tokens to solve over; mixed are values
     out_proj: bool = False         # keep the output projection of attention without weights
     iterations: int = 4            # of ADMM; without a ridge 15 at --rho 0.1, or more
     sparsity: float = 0.03         # lambda, as a share of the least that makes x zero
     rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
     relax: float = 1.6             # over-relaxation, below 2; 1 for none
     power: int = 3                 # of coefficients, then normalised; 0: as they are; OA has 5
-    random_tokens: int = None      # [OA Sec. 3]; default: 32 where -printed, else none
+    random_tokens: int = 0         # [OA Sec. 3]; where -printed 0 means 32
     # [choice] not OA's, which hardly learns in cross-attention (see assets/results.md):
     ridge: float = 3.0             # + e ||x||^2, an elastic net: steadier where tokens are alike
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
@@ -265,7 +264,6 @@ class Config:
     recompute: bool = False        # gradient checkpointing: solve again in the backward pass
     # model
     backbone: str = 'small'        # small: convolutions with GroupNorm; resnet50
-    stride: int = 8                # pixels per token of the small backbone: 4, 8, 16, 32
     hidden_dim: int = 64           # channels
     nheads: int = 4
     enc_layers: int = 2
@@ -273,9 +271,8 @@ class Config:
     dim_feedforward: int = 128     # hidden channels of the feed-forward networks
     dropout: float = 0.0
     num_queries: int = 12          # object queries, several times the most objects
-    num_classes: int = 0           # at least as many as the data has
-    classes: str = ''              # names of the classes, a comma between; the data knows them
-    class_ids: str = ''            # their ids in the data's annotations
+    num_classes: int = 0           # the data knows it,
+    classes: str = ''              # and the names, a comma between
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
     # losses; the matching weighs alike
     bbox_loss_coef: float = 5.0    # of the L1 distance
@@ -368,25 +365,15 @@ TABLES = {  # `compare --table NAME`: the paper's experiments
     '2': {'l2 CA': dict(OA, self_attention='softmax', cross_attention='l2'),
           'vanilla ADMM SA': dict(OA, self_attention='admm-vanilla', cross_attention='softmax'),
           'efficient ADMM SA': dict(OA, self_attention='admm', cross_attention='softmax')},
-    # the default, and what each of its options does
-    'options': {'default': {}, 'OA': OA,
-                'OA and ridge': dict(OA, ridge=3.0, rho=3.0, iterations=4),
-                'no ridge': dict(ridge=0.0, rho=0.1, iterations=15),
-                'any sign': dict(positive=False), 'not centred': dict(centre=False),
-                'power 5': dict(power=5)},
 }
 CHOICES = {
-    'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'dict': ('key', 'value'),
-    'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'), 'stride': (4, 8, 16, 32),
+    'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
+    'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
     'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
 
 # ------------------------------------ model ------------------------------------
-def wide(x):
-    """x in float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
 class MultiheadAttention(nn.Module):
     """nn.MultiheadAttention's parameters for softmax; none, or out_proj alone, for the others."""
 
@@ -410,8 +397,8 @@ class MultiheadAttention(nn.Module):
     def coefficients(self, q, k, v, padding=None):
         """Coefficients (B, nh, Q, N) of the tokens, and what they mix to, (B, nh, Q, hs)."""
         with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
-            q, k, v = wide(q), wide(k), wide(v)
-            over = v if self.solves and self.config.dict == 'value' else k
+            q, k, v = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
+            over = v if self.solves and self.config.solve_over == 'value' else k
             x = ATTENTION[self.kind](q, over, padding, self.own, self.config)
             return x, x @ v
 
@@ -456,24 +443,21 @@ class DecoderLayer(EncoderLayer):
     def forward(self, x, query_pos, memory, pos, padding):
         """x (B, Q, C), its positions (Q, C), the encoder's memory and pos (B, N, C) -> (B, Q, C)"""
         q = k = x + query_pos
-        x = self.norm1(x + self.drop(self.self_attn(q, k, x)))
+        x = self.norm1(x + self.drop(self.self_attn(q, k, x, None)))
         y = self.multihead_attn(x + query_pos, memory + pos, memory, padding)
         x = self.norm2(x + self.drop(y))
         return self.norm3(x + self.feed_forward(x))
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
+    """A few convolutions with group norm, which learn from scratch; 8 x 8 pixels per token."""
     channels = 96
 
-    def __init__(self, stride):
+    def __init__(self):
         super().__init__()
-        inside, width = 3, 32
-        while stride >= 1:
-            self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
+        for inside, width, stride in ((3, 32, 2), (32, 64, 2), (64, 96, 2), (96, 96, 1)):
+            self.append(nn.Conv2d(inside, width, 3, stride, 1, bias=False))
             self.append(nn.GroupNorm(8, width))
             self.append(nn.ReLU())
-            inside, width = width, min(96, width + 32)
-            stride //= 2
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True where no image is -> (B, h w, channels), first those of y, then x.
@@ -490,9 +474,9 @@ def sine_positions(padding, channels):
     return torch.cat(parts, -1).flatten(1, 2)
 
 class MLP(nn.Module):
-    def __init__(self, *sizes):
+    def __init__(self, C, out):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
+        self.layers = nn.ModuleList([nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, out)])
 
     def forward(self, x):
         for layer in self.layers[:-1]:
@@ -506,7 +490,7 @@ class DETR(nn.Module):
         super().__init__()
         self.config = c = config
         C = c.hidden_dim
-        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone(c.stride)
+        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone()
         encoder = nn.ModuleDict()
         encoder['layers'] = nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))
         decoder = nn.ModuleDict()
@@ -514,7 +498,7 @@ class DETR(nn.Module):
         decoder['norm'] = nn.LayerNorm(C)
         self.transformer = nn.ModuleDict(dict(encoder=encoder, decoder=decoder))
         self.class_embed = nn.Linear(C, c.num_classes + 1)
-        self.bbox_embed = MLP(C, C, C, 4)
+        self.bbox_embed = MLP(C, 4)
         self.query_embed = nn.Embedding(c.num_queries, C)
         self.input_proj = nn.Conv2d(body.channels, C, 1)
         self.backbone = nn.ModuleList([nn.ModuleDict(dict(body=body))])
@@ -531,11 +515,9 @@ class DETR(nn.Module):
         matrix = p if kind.startswith('in_proj') else self.get_parameter(layer + '.weight')
         if matrix.dim() == 1 or name.endswith('out_proj.bias'):
             if kind.endswith('bias'):
-                p.zero_()  # and the weights of norms are 1 already
+                p.zero_()  # of norms, in_proj, out_proj; the weights of norms stay 1
         elif layer == 'query_embed':
             p.normal_(generator=generator)
-        elif self.config.backbone == 'resnet50' and p.dim() == 4 and layer != 'input_proj':
-            p.normal_(0.0, math.sqrt(2 / (len(p) * p[0, 0].numel())), generator=generator)
         else:
             fan_in = matrix[0].numel()
             xavier = layer.startswith('transformer') and p.dim() == 2
@@ -591,7 +573,7 @@ def generalised_iou(a, b):
     hull = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
     return both / union.clamp_min(1e-30) - (hull - union) / hull.clamp_min(1e-30)
 
-def norms(counts, c):
+def divisors(counts, c):
     """What the sums of losses are divided by, of images with that many objects each: the sum of
     class weights (an object 1, no-object eos_coef), and the number of objects, 1 at least."""
     matched = sum(min(n, c.num_queries) for n in counts)
@@ -613,23 +595,22 @@ def pair_up(logits, boxes, targets, c):
     cost = np.nan_to_num(cost.cpu().numpy())  # what is not finite shows in the loss
     pairs = []
     first = 0
-    for image, (own, _) in enumerate(targets):
-        for layer, table in enumerate(cost[:, image, :, first:first + len(own)]):
+    for image, (here, _) in enumerate(targets):
+        for layer, table in enumerate(cost[:, image, :, first:first + len(here)]):
             for query, thing in zip(*match(table)):
                 pairs.append((layer, image, query, first + thing))
-        first += len(own)
+        first += len(here)
     return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
-def set_losses(outputs, targets, c, weights, count):
-    """DETR's losses, a dict of (L,), one for every decoder layer, the last first.
+def set_loss(outputs, targets, c, weights, count):
+    """DETR's loss, a number: cross-entropy, L1 distance and GIoU, summed over the decoder layers.
 
-    `weights` and `count` (see norms) are those of the whole step or, where this is only a part of
-    it, that part's even share: so parts average to the whole. class: cross-entropy, nats; bbox: L1
-    distance; giou: 1 - generalised IoU; paired: the cross-entropy of paired queries alone.
+    `weights` and `count` (see divisors) are those of the whole step or, where this is only a part
+    of it, that part's even share: so parts average to the whole.
     """
     layers = [outputs, *outputs['aux_outputs']]
-    logits = wide(torch.stack([layer['pred_logits'] for layer in layers]))  # (L, B, Q, K + 1)
-    boxes = wide(torch.stack([layer['pred_boxes'] for layer in layers]))    # (L, B, Q, 4)
+    logits = torch.stack([layer['pred_logits'] for layer in layers])        # (L, B, Q, K + 1)
+    boxes = torch.stack([layer['pred_boxes'] for layer in layers])          # (L, B, Q, 4)
     labels, truth = (torch.cat(parts) for parts in zip(*targets))           # (T,), (T, 4)
     layer, image, query, thing = pair_up(logits, boxes, targets, c)
     nothing = logits.size(-1) - 1
@@ -638,23 +619,17 @@ def set_losses(outputs, targets, c, weights, count):
     weight = torch.where(wanted == nothing, c.eos_coef, 1.0)
     entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
     mine, truth = boxes[layer, image, query], truth[thing]                  # (pairs, 4)
-    # x (pairs,) -> its sum in each layer (L,), for each object
-    mean = lambda x: x.new_zeros(len(layers)).index_add(0, layer, x) / count
-    return {'class': (weight * entropy).sum((1, 2)) / weights,
-            'bbox': mean((mine - truth).abs().sum(-1)),
-            'giou': mean(1 - generalised_iou(corners(mine), corners(truth))),
-            'paired': mean(entropy[layer, image, query])}
-
-def total(losses, c):
-    boxes = c.bbox_loss_coef * losses['bbox'] + c.giou_loss_coef * losses['giou']
-    return (losses['class'] + boxes).sum()
+    classes = (weight * entropy).sum() / weights
+    distance = (mine - truth).abs().sum() / count
+    apart = (1 - generalised_iou(corners(mine), corners(truth))).sum() / count
+    return classes + c.bbox_loss_coef * distance + c.giou_loss_coef * apart
 
 @torch.no_grad()
 def post_process(outputs, sizes):
     """Outputs and the (height, width) of each image -> for each image a list of (score, label,
     [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest."""
-    scores, labels = wide(outputs['pred_logits']).softmax(-1)[..., :-1].max(-1)
-    boxes = corners(wide(outputs['pred_boxes']))                            # (B, Q, 4)
+    scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)
+    boxes = corners(outputs['pred_boxes'])                                  # (B, Q, 4)
     results = []
     for i, (h, w) in enumerate(sizes):
         pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
@@ -681,8 +656,6 @@ def load_data(c):
         about = 'drawn shapes, always new; expect AP near 0 for the first 500 steps or more'
     else:
         folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
-        if not folder.is_dir():
-            fail(f'--data {c.data}: no such folder; python prepare_data.py coco; --data builtin')
         train, val = load_coco(folder, c.image_size)
         about = f'{folder}, {len(train):,} images of {len(train.classes)} classes'
     plans = [val.plan(row) for row in range(len(val))[:c.eval_rows or None]]
@@ -700,9 +673,7 @@ def make_model(c, data):
     """A model on the CPU. Its config has what the data decide; without data, c has that already."""
     if data:
         names = [name.replace(',', ' ') for name in data.train.classes]
-        ids = [str(i) for i in data.train.ids]
-        c = replace(c, classes=','.join(names), class_ids=','.join(ids),
-                    num_classes=max(c.num_classes, len(names)))
+        c = replace(c, num_classes=len(names), classes=','.join(names))
     model = DETR(c)
     if c.init and data:
         load_weights(model, c.init, data.train)
@@ -710,11 +681,9 @@ def make_model(c, data):
 
 def make_optimizer(model, c):
     """AdamW on everything, as DETR has it; the backbone has a rate of its own."""
-    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    backbone = [p for name, p in learned if name.startswith('backbone')]
-    rest = [p for name, p in learned if not name.startswith('backbone')]
+    rest = [p for name, p in model.named_parameters() if not name.startswith('backbone')]
     groups = [dict(params=rest, lr=c.learning_rate),
-              dict(params=backbone, lr=c.learning_rate * c.lr_backbone)]
+              dict(params=model.backbone.parameters(), lr=c.learning_rate * c.lr_backbone)]
     return torch.optim.AdamW(groups, weight_decay=c.weight_decay)
 
 def collate(plans, images, device):
@@ -737,7 +706,7 @@ def shuffled(seed, epoch, n):
 
 def get_batch(data, c, step, micro, device):
     """Images (B, 3, H, W), mask (B, H, W) or None, targets, and what losses are divided by: this
-    process's share of a micro-batch, and of the norms of the whole step, which follow from plans
+    process's share of a micro-batch, and of the divisors of the whole step, which follow from plans
     alone. A function of seed and step; threads draw or read the images."""
     n = c.batch_size * c.grad_accum_steps
     plans = []
@@ -745,39 +714,34 @@ def get_batch(data, c, step, micro, device):
         epoch, place = divmod(step * n + i, len(data.train))
         row = int(shuffled(c.seed, epoch, len(data.train))[place])
         plans.append(data.train.plan(row, stream('train', c.seed, step, i)))
-    weights, count = norms([len(plan.labels) for plan in plans], c)
-    plans = plans[micro * c.batch_size:][:c.batch_size][RANK::WORLD]
+    weights, count = divisors([len(plan.labels) for plan in plans], c)
+    first = micro * c.batch_size
+    plans = plans[first + RANK:first + c.batch_size:WORLD]
     images, mask, targets = collate(plans, data.painter.map(data.train.render, plans), device)
     parts = c.grad_accum_steps * WORLD
     return images, mask, targets, weights / parts, count / parts
 
 def loss_of(model, batch, c):
     images, mask, targets, weights, count = batch
-    return total(set_losses(model(images, mask), targets, c, weights, count), c)
+    return set_loss(model(images, mask), targets, c, weights, count)
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """On validation images: loss; of paired queries cross-entropy, L1 distance and 1 - GIoU; AP."""
-    weights, count = norms([len(plan.labels) for plan in data.plans], c)
-    sums = torch.zeros(4, device=device)
+    """On validation images: loss, AP and AP50."""
+    weights, count = divisors([len(plan.labels) for plan in data.plans], c)
     ids = data.val.ids
-    found = []
+    loss, found = 0.0, []
     for i in range(0, len(data.plans), c.batch_size):
         plans = data.plans[i:i + c.batch_size]
         images, mask, targets = collate(plans, data.painter.map(data.val.render, plans), device)
         outputs = model(images, mask)
-        losses = set_losses(outputs, targets, c, weights, count)            # dict of (L,)
-        last = [losses[key][0] for key in ('paired', 'bbox', 'giou')]
-        sums += torch.stack([total(losses, c), *last])
-        for plan, own in zip(plans, post_process(outputs, [plan.original for plan in plans])):
-            for score, label, (x0, y0, x1, y1) in own:
-                if label < len(ids):  # there may be more in the model
-                    found.append(dict(image_id=plan.image_id, category_id=ids[label], score=score,
-                                      bbox=[x0, y0, x1 - x0, y1 - y0]))
-    coco = coco_ap(truth_of(data.plans, ids), found)
-    data.coco = {name: x if x >= 0 else math.nan for name, x in coco.items()}
-    figures = dict(zip(('val_loss', 'paired', 'l1', 'giou'), sums.tolist()))
-    return dict(figures, AP=data.coco['AP'], AP50=data.coco['AP50'])
+        loss += set_loss(outputs, targets, c, weights, count).item()
+        for plan, boxes in zip(plans, post_process(outputs, [plan.original for plan in plans])):
+            for score, label, (x0, y0, x1, y1) in boxes:
+                found.append(dict(image_id=plan.image_id, category_id=ids[label], score=score,
+                                  bbox=[x0, y0, x1 - x0, y1 - y0]))
+    data.coco = coco_ap(truth_of(data.plans, ids), found)
+    return dict(val_loss=loss, AP=data.coco['AP'], AP50=data.coco['AP50'])
 
 def finish(model, data, c, device, folder):
     """COCO's twelve numbers, of the evaluation just made."""
@@ -1275,9 +1239,7 @@ def assign(cost):
     enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
     n, m = cost.shape
     if n > m:
-        columns, rows = assign(cost.T)
-        order = rows.argsort()
-        return rows[order], columns[order]
+        return assign(cost.T)[::-1]
     tiny = 1e-13 * np.abs(cost).max(initial=0)
     owner = np.full(m, -1)
     for row in range(n):
@@ -1297,10 +1259,10 @@ def assign(cost):
             owner[j] = owner[before[j]]
             j = before[j]
         owner[j] = row
-    return np.arange(n), owner.argsort()[m - n:]
+    return np.arange(n), owner.argsort()[m - n:]  # -1, free columns, come first
 
 def match(cost):
-    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs, rows ascending."""
+    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs."""
     try:
         from scipy.optimize import linear_sum_assignment  # much faster
         return linear_sum_assignment(cost)
@@ -1309,21 +1271,19 @@ def match(cost):
 
 def truth_of(plans, ids):
     """What is in the images of these plans, in COCO's json form."""
-    notes = []
-    for plan in plans:
-        notes += plan.notes
-    return dict(images=[dict(id=plan.image_id) for plan in plans], annotations=notes,
+    return dict(images=[dict(id=plan.image_id) for plan in plans],
+                annotations=[note for plan in plans for note in plan.notes],
                 categories=[dict(id=i) for i in ids])
 
 IOUS = np.linspace(0.5, 0.95, 10)
 AREAS = np.array([[0, 1e10], [0, 32 ** 2], [32 ** 2, 96 ** 2], [96 ** 2, 1e10]])
 
 def coco_ap(ground_truth, detections):
-    """COCO's twelve numbers, -1 where there is nothing to find, both arguments in its json form.
+    """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
 
     ground_truth: images (id), categories (id), annotations (image_id, category_id, bbox, area,
     iscrowd); detections: (image_id, category_id, bbox, score). Boxes are x, y, width, height in
-    pixels. The result is pycocotools' own, but that an annotation with id 0 may be found as well.
+    pixels. As pycocotools has it, but for -1 in place of nan, and id 0, which it never finds.
     """
     truth, found = defaultdict(list), defaultdict(list)
     for x in ground_truth['annotations']:
@@ -1334,38 +1294,38 @@ def coco_ap(ground_truth, detections):
     classes = sorted(x['id'] for x in ground_truth['categories'])
     precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
     recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
-    for k, c in enumerate(classes):
-        judged = [judge(truth[c, i], found[c, i]) for i in images if truth[c, i] or found[c, i]]
+    for k, kind in enumerate(classes):
+        judged = [judge(truth[kind, i], found[kind, i]) for i in images
+                  if truth[kind, i] or found[kind, i]]
         if not judged:
             continue
         *parts, wanted = zip(*judged)
-        rank, scores, hit, ignored = [np.concatenate(part, -1) for part in parts]
+        rank, scores, right, wrong = [np.concatenate(part, -1) for part in parts]
         wanted = sum(wanted)                                                # (areas,)
         order = np.argsort(-scores, kind='stable')
         for m, most in enumerate((1, 10, 100)):
             best = order[rank[order] < most]
-            counts = ~ignored[..., best]                                    # (areas, IoUs, D)
-            tp = np.cumsum(hit[..., best] & counts, -1, dtype=float)
-            fp = np.cumsum(~hit[..., best] & counts, -1, dtype=float)
+            tp = np.cumsum(right[..., best], -1, dtype=float)               # (areas, IoUs, D)
+            fp = np.cumsum(wrong[..., best], -1, dtype=float)
             for a in np.flatnonzero(wanted):
                 share = tp[a] / wanted[a]
                 recall[m, a, :, k] = share.max(-1, initial=0)
                 p = tp[a] / (tp[a] + fp[a] + np.spacing(1))
                 p = np.maximum.accumulate(p[:, ::-1], axis=1)[:, ::-1]      # never rises again
                 p = np.pad(p, ((0, 0), (0, 1)))  # 0 for what is never reached
-                for t in range(10):  # what is kept is that of 100, the last of `most`
+                for t in range(10):  # each round overwrites the last: that of 100 stays
                     reached = np.searchsorted(share[t], np.linspace(0, 1, 101))
                     precision[a, t, k] = p[t, reached]
     figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
                    APs=precision[1], APm=precision[2], APl=precision[3],
                    AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
                    ARs=recall[2, 1], ARm=recall[2, 2], ARl=recall[2, 3])
-    return {name: float(x[x > -1].mean()) if (x > -1).any() else -1.0
+    return {name: float(x[x > -1].mean()) if (x > -1).any() else math.nan
             for name, x in figures.items()}
 
 def judge(truth, found):
-    """The boxes of one image and class -> ranks and scores (D,) of the best 100; which of them hit
-    something and which don't count, (areas, IoUs, D); how many are wanted (areas,)."""
+    """The boxes of one image and class -> ranks and scores (D,) of the best 100; which of them are
+    right and which are wrong, (areas, IoUs, D); how many are wanted (areas,)."""
     found = sorted(found, key=lambda x: -x['score'])[:100]
     scores = np.array([x['score'] for x in found], dtype=float)
     dt = np.array([x['bbox'] for x in found], dtype=float).reshape(-1, 4)
@@ -1373,7 +1333,7 @@ def judge(truth, found):
     crowd = np.array([bool(x.get('iscrowd')) for x in truth], dtype=bool)   # (G,)
     dt_size, gt_size = dt[:, 2] * dt[:, 3], gt[:, 2] * gt[:, 3]
     outside = lambda size: (size < AREAS[:, :1]) | (size > AREAS[:, 1:])    # (n,) -> (areas, n)
-    size = [x.get('area', own) for x, own in zip(truth, gt_size)]
+    size = [x.get('area', product) for x, product in zip(truth, gt_size)]
     ignore = crowd | outside(np.array(size))                                # (areas, G)
     first = np.maximum(dt[:, None, :2], gt[:, :2])                          # (D, G, 2)
     last = np.minimum(dt[:, None, :2] + dt[:, None, 2:], gt[:, :2] + gt[:, 2:])
@@ -1392,7 +1352,7 @@ def judge(truth, found):
         hit[a, t, d] = True
         ignored[a, t, d] = ignore[a, m]
         free[a, t, m] = crowd[m]
-    return np.arange(len(dt)), scores, hit, ignored, (~ignore).sum(1)
+    return np.arange(len(dt)), scores, hit & ~ignored, ~hit & ~ignored, (~ignore).sum(1)
 
 def overlap(a, b):
     """Whether 15 % of the smaller one of two boxes (4,), or more, is in both."""
@@ -1463,18 +1423,19 @@ def resized(w, h, side, most=math.inf):
 class CocoFolder:
     """Photos and their annotations; row i is the i-th image by id, label i the i-th category."""
 
-    def __init__(self, photos, annotations, image_size):
-        self.photos = photos
+    def __init__(self, folder, name, image_size):
+        path = folder / 'annotations' / f'instances_{name}.json'
+        self.photos = folder / name
         self.image_size = image_size
         self.annotations = defaultdict(list)
         try:
-            data = json.loads(annotations.read_bytes())
+            data = json.loads(path.read_bytes())
             names = {x['id']: x['name'] for x in data['categories']}
             self.images = sorted(data['images'], key=lambda x: x['id'])
             for note in data['annotations']:
                 self.annotations[note['image_id']].append(note)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            fail(f"{annotations} is no file of annotations in COCO's form: {error!r:.200}")
+            fail(f"{path} is no file of annotations in COCO's form: {error!r:.200}")
         self.ids = sorted(names)                                            # label -> category
         self.classes = [names[i] for i in self.ids]                         # label -> name
 
@@ -1486,7 +1447,8 @@ class CocoFolder:
         height), window (x0 y0 x1 y1, shares of the photo) and flip for render; labels and boxes
         without crowds and what is cut off."""
         image = self.images[row]
-        whole = w, h = image['width'], image['height']
+        whole = image['width'], image['height']
+        w, h = whole  # of what is cut out; only their ratio counts in the end
         side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
         if rng is not None:
             flip = rng.random() < 0.5
@@ -1531,28 +1493,25 @@ def read_photo(path, upright=False):
 
 def to_tensor(image, size, window=(0, 0, 1, 1)):
     """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
-    window = np.multiply(window, image.size * 2)
+    window = np.multiply(window, (*image.size, *image.size))
     x = np.asarray(image.resize(size, 2, tuple(window)), np.float32)        # 2: bilinear
     return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
 
 def load_coco(folder, image_size=800):
     """Train and val of a folder like COCO's: train2017/, val2017/ with photos and annotations/
     instances_train2017.json, ...; of a single split every tenth photo is for evaluation."""
-    splits = []
-    for name in ('train2017', 'val2017'):
-        if (folder / name).is_dir():
-            notes = folder / 'annotations' / f'instances_{name}.json'
-            splits.append(CocoFolder(folder / name, notes, image_size))
-    if not splits:
+    names = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
+    if not names:
         fail(f'{folder} is no detection data: it needs train2017/, val2017/ and annotations/'
-             'instances_train2017.json, instances_val2017.json')
-    if len(splits) == 1:
-        splits.append(copy.copy(splits[0]))
-        splits[0].images = [x for i, x in enumerate(splits[0].images) if i % 10]
-        splits[1].images = splits[1].images[::10]
-    if splits[0].classes != splits[1].classes:
+             'instances_train2017.json, ...; python prepare_data.py coco; --data builtin')
+    train = CocoFolder(folder, names[0], image_size)
+    val = CocoFolder(folder, names[-1], image_size)
+    if len(names) == 1:
+        train.images = [x for i, x in enumerate(train.images) if i % 10]
+        val.images = val.images[::10]
+    if train.classes != val.classes:
         fail(f'{folder}: the categories of its two annotation files differ')
-    return splits
+    return train, val
 
 def load_weights(model, path, data):
     """Fill `model` from a checkpoint of this script, of DETR or of torchvision's ResNet-50, as far
@@ -1584,9 +1543,7 @@ class FrozenBatchNorm2d(nn.Module):
             self.register_buffer(name, torch.full((channels,), value))
 
     def forward(self, x):
-        scale = self.weight * (self.running_var + 1e-5).rsqrt()
-        bias = self.bias - self.running_mean * scale
-        return (x * scale[:, None, None] + bias[:, None, None]).to(x.dtype)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 class Bottleneck(nn.Module):
     def __init__(self, inside, width, stride):
@@ -1634,22 +1591,20 @@ def draw_images(path, grid, c):
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'no {path.name}: pictures want `pip install matplotlib`')
+    names = c.classes.split(',')
     picture = Figure(figsize=(4 * len(grid[0]), 4 * len(grid)), layout='tight')
     axes = picture.subplots(len(grid), len(grid[0]), squeeze=False)
-    for axis, (pixels, found) in zip(axes.flat, itertools.chain(*grid)):
+    for axis, (pixels, found) in zip(axes.flat, [cell for row in grid for cell in row]):
         axis.imshow(pixels)
         axis.axis('off')
         for score, label, (x0, y0, x1, y1) in sorted(found):  # the surest on top
             colour = f'C{label % 10}'
             axis.plot([x0, x1, x1, x0, x0], [y0, y0, y1, y1, y0], colour)
-            axis.text(x0, y0, f'{class_name(c, label)} {score:.2f}', color='white', fontsize=8,
+            axis.text(x0, y0, f'{names[label]} {score:.2f}', color='white', fontsize=8,
                       backgroundcolor=colour)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path)
     print(f'picture {path}')
-
-def class_name(c, label):
-    return [*c.classes.split(','), *['?'] * c.num_classes][label]
 
 def pixels_of(image):
     """Normalised (3, H, W) -> (H, W, 3), 0 to 1."""
@@ -1657,11 +1612,8 @@ def pixels_of(image):
 
 @torch.no_grad()
 def report(c, model, log):
-    """What came out, how it came about, and some detections."""
-    rows = [row for row in log if 'AP50' in row]
-    curve = ['{step}: {AP50:.3f}'.format(**row) for row in rows[::-(-len(rows) // 8)]]
-    print('AP50 at step  ' + '  '.join(curve))
-    print('result  AP {AP:.3f}, AP50 {AP50:.3f}'.format(**rows[-1])
+    """What came out, and some detections."""
+    print('result  AP {AP:.3f}, AP50 {AP50:.3f}'.format(**log[-1])
           + '; --cross-attention softmax is the baseline')
     images, batch, mask = some_images(c, 4)
     outputs = model.eval()(batch, mask)
@@ -1690,13 +1642,13 @@ def detect(c):
     if not c.images:
         fail('detect wants --images PHOTO')
     c, model = load_run(c)
-    answers = {}
+    names, answers = c.classes.split(','), {}
     for path in c.images:
         photo = read_photo(path, upright=True)
         outputs = model(see(photo, c)[None].to(pick_device(c)[0]))
         found = sorted(post_process(outputs, [photo.size[::-1]])[0], reverse=True)
         found = [one for one in found if one[0] >= c.threshold]
-        answers[path] = [(class_name(c, label), score, box) for score, label, box in found]
+        answers[path] = [(names[label], score, box) for score, label, box in found]
         print(f'{path}: {len(found)} found; score, class, left, top, right, bottom in pixels')
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
@@ -1724,9 +1676,9 @@ def diagnose(model, images, mask):
     """How the decoder chooses -> outputs; for each attention a row of means over queries and heads;
     x (B, nh, Q, N) of the last one.
 
-    nonzero: tokens with a coefficient of at least 1e-3 of the largest; cosine: between x^T V and q,
-    1 where attention gives back the query; top: share of the largest eigenvalue in the trace of
-    K^T K, 1 where all tokens are alike; gap: f / f* - 1, of the solver's objective to the best.
+    nonzero: tokens with a coefficient of at least 1e-3 of the largest; top: share of the largest
+    eigenvalue in the trace of K^T K, 1 where all tokens are alike; gap: f / f* - 1, of the
+    solver's objective to the best.
     """
     c = model.config
     calls, hooks, rows = [], [], []
@@ -1736,19 +1688,18 @@ def diagnose(model, images, mask):
     outputs = model(images, mask)
     for hook in hooks:
         hook.remove()
-    for i, (module, (q, k, v, *padding)) in enumerate(calls):
+    for i, (module, (q, k, v, padding)) in enumerate(calls):
         q, k, v = module.heads(q, k, v)
-        x, y = module.coefficients(q, k, v, *padding)
+        x, _ = module.coefficients(q, k, v, padding)
         nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1).float()
         energy = torch.linalg.eigvalsh(k.mT @ k)                            # (B, nh, hs), rising
         top = energy[..., -1] / energy.sum(-1)
         gap = math.nan
         if module.kind in ('admm', 'admm-vanilla'):
-            over = dictionary(v if c.dict == 'value' else k, *padding or [None], c)
+            over = dictionary(v if c.solve_over == 'value' else k, padding, c)
             gap = solver_gap(q[:2], over[:2], module.own, c)
         rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
                          attention=module.kind, nonzero=nonzero.mean().item(),
-                         cosine=F.cosine_similarity(y, q, dim=-1).mean().item(),
                          top=top.mean().item(), gap=gap))
     return outputs, rows, x
 
@@ -1760,19 +1711,19 @@ def inspect_run(c):
     images, batch, mask = some_images(c, 8)
     outputs, rows, x = diagnose(model, batch, mask)
     print(diagnose.__doc__.partition('\n\n')[2].rstrip())
-    print(f'{"layer":10}{"attention":22}{"nonzero":>10}{"cosine":>10}{"top":>10}{"gap":>10}')
+    print(f'{"layer":10}{"attention":22}{"nonzero":>10}{"top":>10}{"gap":>10}')
     for row in rows:
-        print('{layer:10}{attention:22}{nonzero:10.1f}{cosine:10.3f}{top:10.3f}{gap:10.1e}'
+        print('{layer:10}{attention:22}{nonzero:10.1f}{top:10.3f}{gap:10.1e}'
               .format(**row).replace('nan', '  -'))
     folder = Path(c.run or Path(c.out_dir, SCRIPT, 'last').read_text())
     write_csv(folder / 'inspect.csv', rows)
     grid = model.encode(batch, mask)[3]
     found = post_process(outputs, [image.shape[1:] for image in images])
     picture = []
-    for image, own, weight in zip(images[:4], found, x.abs().mean(1)):      # weight (Q, N)
-        best = sorted(range(len(own)), key=lambda query: own[query], reverse=True)[:3]
+    for image, boxes, weight in zip(images[:4], found, x.abs().mean(1)):    # weight (Q, N)
+        best = sorted(range(len(boxes)), key=lambda query: boxes[query], reverse=True)[:3]
         pixels = pixels_of(image)                                           # (H, W, 3)
-        row = [(pixels, [own[query] for query in best])]
+        row = [(pixels, [boxes[query] for query in best])]
         light = F.interpolate(weight[best].unflatten(1, grid)[None], batch.shape[2:])[0]
         for part in light.cpu().numpy()[:, :image.size(1), :image.size(2), None]:
             row.append((pixels * (0.25 + 0.75 * part / max(1e-12, part.max())), []))
