@@ -18,7 +18,7 @@ student to give its teacher's distributions. It names five criteria; here they a
 "A linear combination of masks" has three READINGS. Under the default only ratios of the c_k count,
 so L1 drives every alpha to minus infinity, as the report saw; a budget acts on c / max c instead.
 
-    python mask_distill.py                                  # train: 3-4 minutes on a CPU
+    python mask_distill.py                                  # train: 3 minutes on a CPU
     python mask_distill.py sample --prompt "def main("      # teacher and student, side by side
     python mask_distill.py criteria                         # that run's: all five
     python mask_distill.py compare --table masks --seeds 0  # the criteria for ten choices of masks
