@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-632 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-629 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -213,11 +213,8 @@ PRESETS = {
                         learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
                         warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
-TABLES = {  # rows for `compare --table NAME`: the papers' experiments
+TABLES = {  # rows for `compare --table NAME`
     'all': {name: dict(attention=name) for name in ATTENTION},
-    'ax1': {name: dict(attention=name) for name in ('softmax', 'attentionx-v1')},
-    'ax2': {name: dict(attention=name) for name in ('softmax', 'attentionx')},
-    'bf': {name: dict(attention=name) for name in ('softmax', 'belief', 'belief-star')},
     # the best of five rates for tiny shakespeare, 1000 steps (assets/results.md)
     'best': {'softmax': dict(attention='softmax', learning_rate=1.6e-2),
              'attentionx': dict(attention='attentionx', learning_rate=4e-3),
