@@ -975,6 +975,9 @@ def test_detr_parameter_counts():
         with torch.device('meta'), unittest.mock.patch.object(detr.DETR, 'init_parameter'):
             assert detr.count(detr.DETR(c)) == size
     assert detr.DETR(detr_config()).encode(torch.zeros(1, 3, 64, 32))[3] == (8, 4)
+    for kind, size in ('softmax', 341480), ('admm', 308200):  # of README's table
+        c = detr.Config(cross_attention=kind)
+        assert detr.count(detr.make_model(c, detr.load_data(c))) == size
 
 def test_detr_initial_weights():
     """Variants share what they have in common; every learned tensor gets a gradient."""
