@@ -1145,8 +1145,10 @@ def bench(c):
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     loops, batches, times = {}, {}, {}
-    for name, case in cases_of(c).items():  # settings with which a step is nothing but a step
+    for name, case in cases_of(c).items():
+        # the last step's: belief_vit's images may grow until then
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
+        # settings with which a step is nothing but a step
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9))
         next(loops[name])

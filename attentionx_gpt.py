@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-629 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-631 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -276,7 +276,7 @@ class CausalSelfAttention(nn.Module):
         """x (B, T, C) -> (B, T, C). A cache, {} at first, keeps k and v of all tokens so far."""
         q, k, v = self.qkv(x, cache['k'].size(1) if cache else 0)
         keys, values = k, v
-        if cache:
+        if cache:  # {} is false: nothing to join yet
             keys, values = torch.cat([cache['k'], k], 1), torch.cat([cache['v'], v], 1)
         if cache is not None:
             cache.update(k=keys, v=values)
@@ -467,11 +467,12 @@ def load_weights(model, path):
 
 def make_optimizer(model, c):
     """AdamW; weights of matrices and embeddings decay, and nothing else does."""
-    decay, keep = [], []
+    matrices, others = [], []
     for name, p in model.named_parameters():
-        group = decay if name.endswith('.weight') and p.dim() == 2 else keep
+        group = matrices if name.endswith('.weight') and p.dim() == 2 else others
         group.append(p)
-    groups = [dict(params=decay, weight_decay=c.weight_decay), dict(params=keep, weight_decay=0.0)]
+    groups = [dict(params=matrices, weight_decay=c.weight_decay),
+              dict(params=others, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2))
 
 def windows(tokens, starts, c, device):
@@ -483,8 +484,9 @@ def windows(tokens, starts, c, device):
 def get_batch(data, c, step, micro, device):
     """This process's rows of micro-batch `micro`. They follow from seed and step alone: every
     variant sees the same, and a run that goes on sees what it would have seen."""
-    last, size = len(data.train) - c.block_size, (c.grad_accum_steps, c.batch_size)
-    starts = np.random.default_rng([c.seed, step]).integers(last, size=size)
+    n = len(data.train) - c.block_size  # places where a window fits
+    size = c.grad_accum_steps, c.batch_size
+    starts = np.random.default_rng([c.seed, step]).integers(n, size=size)
     return windows(data.train, starts[micro, RANK::WORLD], c, device)
 
 def loss_of(model, batch, c):
@@ -903,8 +905,10 @@ def bench(c):
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     loops, batches, times = {}, {}, {}
-    for name, case in cases_of(c).items():  # settings with which a step is nothing but a step
+    for name, case in cases_of(c).items():
+        # the last step's: belief_vit's images may grow until then
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
+        # settings with which a step is nothing but a step
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9))
         next(loops[name])
