@@ -605,6 +605,7 @@ def test_vit_shapes():
     images, _ = vit.draw_shapes(200, 5)
     close(images[:, 0, :16, :16].mean(), 84.75076, 1e-4)
 
+@wants('PIL')
 def test_vit_batches():
     """Batch i follows from seed and i, and an epoch has all images once."""
     with folder() as path:
@@ -683,6 +684,7 @@ def test_vit_photos():
             assert (got == np.asarray(want)).all(), box
 
 # ------------------------------------ belief_vit.py: augmentation -----------------------------
+@wants('PIL')
 def test_augment_golden():
     """What the policies gave when each operation equalled Pillow's, to the byte."""
     images = np.random.RandomState(0).randint(0, 256, (200, 3, 48, 64)).astype(np.uint8)
@@ -717,6 +719,7 @@ def test_augment_erase():
     assert 150 < len(area) < 250 and area.min() < 0.05 and 0.25 < area.max() < 0.36
 
 # ------------------------------------ belief_vit.py: actions ------------------------------------
+@wants('PIL')
 def test_vit_inspect():
     """Of every model, with all that a recipe can have."""
     recipe = ['--mix', '--randaugment', 'paper', '--drop-path', 0.2, '--label-smoothing', 0.1]
