@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-631 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-633 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -96,6 +96,7 @@ def orthogonal(mh, v, dims):
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
+    # of that token alone: with a cache, sampling has no other V
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
@@ -332,10 +333,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Each tensor has a generator of its own, so that variants start alike where they are."""
+        """Drawn by a generator of the tensor's own: what two variants share starts equal."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
-        matrix = name.endswith('.weight') and p.dim() == 2  # others keep what they were made with
+        matrix = name.endswith('.weight') and p.dim() == 2
         if name.endswith('.bias'):
             p.zero_()
         elif matrix and c.arch == 'rotary':
@@ -343,6 +344,7 @@ class GPT(nn.Module):
         elif matrix:
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
+        # what is neither, such as a gamma of yours, keeps what it was made with
 
     def embed(self, idx, past=0):
         """idx (B, T) from position `past` on -> (B, T, C)."""
@@ -360,7 +362,7 @@ class GPT(nn.Module):
         """idx, targets (B, T) -> logits (B, T, V), loss in nats per token, over targets >= 0.
 
         Without targets: logits of the last position (B, 1, V), and None. More than LOGITS of them
-        are made in chunks, forgotten, and made again in the backward pass: None, and the loss.
+        would fill the memory: then None, and the loss, in chunks made again in the backward pass.
         """
         x = self.embed(idx, cache[0]['k'].size(1) if cache and cache[0] else 0)
         for i, block in enumerate(self.transformer.h):
@@ -758,7 +760,10 @@ def load_run(c):
     saved = load_checkpoint(path)
     c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
     model = make_model(c, None).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])
+    try:
+        model.load_state_dict(saved['model'])
+    except RuntimeError:
+        fail(f'{path} does not fit the model, whose code has changed since: train again')
     print(f'{path}, step {saved["progress"][0]}')
     return c, model.eval()
 
@@ -890,7 +895,7 @@ def tabulate(runs, seeds):
     for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
     print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\nt and p want two seeds; p: of {len(tested)} tests, corrected as Holm does.\n'
+          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec are of training steps.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
@@ -1070,6 +1075,7 @@ def inspect_layers(c):
                 rows.append(dict(step=step, layer=layer, **figures))
     for row in rows[-c.n_layer:]:
         print(f'layer {row["layer"]}: {show(row)}')
+    print(diagnose.__doc__.partition('\n\n')[2].rstrip())
     folder = run_folder(c, 'inspect-')
     write_csv(folder / 'inspect.csv', rows)
     layers = {f'layer {i}': [rows[i::c.n_layer]] for i in range(c.n_layer)}

@@ -2122,6 +2122,8 @@ def test_the_last_run_is_trains():
         run('compare', *tiny(gpt, path, '--over', 'gamma=2', '--seeds', '4'))
         code, out, _, _ = run('sample', *tiny(gpt, path))
         assert code == 0 and str(trained) in out
+        with unittest.mock.patch.object(gpt.GPT, 'load_state_dict', side_effect=RuntimeError):
+            refuse(['does not fit', 'train again'], 'sample', *tiny(gpt, path))
 
 @unittest.skipUnless(torch.cuda.is_available(), 'no CUDA GPU is here')
 def test_cuda():
