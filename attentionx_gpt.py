@@ -37,7 +37,7 @@ edges and the MLP as f_i, a token's residual is V - MH: how far it is from those
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-633 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-624 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -214,16 +214,7 @@ PRESETS = {
                         learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
                         warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
-TABLES = {  # rows for `compare --table NAME`
-    'all': {name: dict(attention=name) for name in ATTENTION},
-    # the best of five rates for tiny shakespeare, 1000 steps (assets/results.md)
-    'best': {'softmax': dict(attention='softmax', learning_rate=1.6e-2),
-             'attentionx': dict(attention='attentionx', learning_rate=4e-3),
-             'attentionx-v1': dict(attention='attentionx-v1', learning_rate=8e-3),
-             'belief': dict(attention='belief', learning_rate=8e-3),
-             'belief-head': dict(attention='belief-head', learning_rate=4e-3),
-             'belief-star': dict(attention='belief-star', learning_rate=8e-3)},
-}
+TABLES = {'all': {name: dict(attention=name) for name in ATTENTION}}  # `compare --table NAME`
 CHOICES = {
     'attention': ATTENTION, 'arch': ('gpt2', 'rotary'), 'tokenizer': ('bytes', 'gpt2'),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
