@@ -12,10 +12,10 @@ orthogonal to V. Both need only MH and V, so fused kernels still serve.
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
 
-The idea comes from PDMM, which minimises a sum of f_i(x_i) over the nodes of a graph such that
-A_ij x_i + A_ji x_j = b_ij on its edges (BF Eq. 1): each node minimises f_i plus what its neighbours
-sent (2); an edge moves its multiplier by rho times the residual b_ij - A_ji x_j - A_ij x_i (3, 4),
-which makes it the sum of all residuals so far (5). With tokens as nodes, V as x, softmax(QK^T) as
+Background, not needed to read on: PDMM minimises a sum of f_i(x_i) over the nodes of a graph such
+that A_ij x_i + A_ji x_j = b_ij on its edges (BF Eq. 1). Each node minimises f_i and what the edges'
+multipliers charge (2); an edge moves its multiplier by rho, a step size, times the residual
+b_ij - A_ji x_j - A_ij x_i (3, 4), so it is the sum of the residuals so far (5). With tokens as nodes, V as x, softmax(QK^T) as
 edges and the MLP as f_i, a token's residual is V - MH: how far it is from those it attends to.
 
     equation        what reaches the output projection                   function
