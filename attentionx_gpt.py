@@ -15,8 +15,8 @@ orthogonal to V. Both need only MH and V, so fused kernels still serve.
 Background, not needed to read on: PDMM minimises a sum of f_i(x_i) over the nodes of a graph such
 that A_ij x_i + A_ji x_j = b_ij on its edges (BF Eq. 1). Each node minimises f_i and what the edges'
 multipliers charge (2); an edge moves its multiplier by rho, a step size, times the residual
-b_ij - A_ji x_j - A_ij x_i (3, 4), so it is the sum of the residuals so far (5). With tokens as nodes, V as x, softmax(QK^T) as
-edges and the MLP as f_i, a token's residual is V - MH: how far it is from those it attends to.
+b_ij - A_ji x_j - A_ij x_i (3, 4), so it is the sum of the residuals so far (5). With tokens as
+nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is V - MH.
 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
