@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-871 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-875 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then average precision, drawings, photos, ResNet-50, pictures.
 """
 import argparse
@@ -264,6 +264,7 @@ class Config:
     recompute: bool = False        # gradient checkpointing: solve again in the backward pass
     # model
     backbone: str = 'small'        # small: convolutions with GroupNorm; resnet50
+    stride: int = 8                # pixels per token of the small backbone: 4, 8, 16, 32
     hidden_dim: int = 64           # channels
     nheads: int = 4
     enc_layers: int = 2
@@ -368,7 +369,7 @@ TABLES = {  # `compare --table NAME`: the paper's experiments
 }
 CHOICES = {
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
-    'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'),
+    'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'), 'stride': (4, 8, 16, 32),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
     'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
@@ -449,15 +450,18 @@ class DecoderLayer(EncoderLayer):
         return self.norm3(x + self.feed_forward(x))
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions with group norm, which learn from scratch; 8 x 8 pixels per token."""
+    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
     channels = 96
 
-    def __init__(self):
+    def __init__(self, stride):
         super().__init__()
-        for inside, width, stride in ((3, 32, 2), (32, 64, 2), (64, 96, 2), (96, 96, 1)):
-            self.append(nn.Conv2d(inside, width, 3, stride, 1, bias=False))
+        inside, width = 3, 32
+        while stride >= 1:  # for 8: to 32, 64, 96, 96 channels, in steps of 2, 2, 2 and 1 pixels
+            self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
             self.append(nn.GroupNorm(8, width))
             self.append(nn.ReLU())
+            inside, width = width, min(96, width + 32)
+            stride //= 2
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True where no image is -> (B, h w, channels), first those of y, then x.
@@ -490,7 +494,7 @@ class DETR(nn.Module):
         super().__init__()
         self.config = c = config
         C = c.hidden_dim
-        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone()
+        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone(c.stride)
         encoder = nn.ModuleDict()
         encoder['layers'] = nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))
         decoder = nn.ModuleDict()

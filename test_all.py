@@ -60,7 +60,7 @@ SMALL_GPT = ['--n-layer', 2, '--n-head', 2, '--n-embd', 16, '--block-size', 16, 
 SMALL = {  # flags of a run that takes a second
     gpt: SHORT + SMALL_GPT,
     detr: SHORT + ['--hidden-dim', 16, '--nheads', 2, '--enc-layers', 1, '--dec-layers', 2,
-                   '--dim-feedforward', 24, '--num-queries', 5,
+                   '--dim-feedforward', 24, '--num-queries', 5, '--stride', 16,
                    '--image-size', 32, '--iterations', 5, '--eval-rows', 8],
     mask: SHORT + SMALL_GPT + ['--masks', 'window:4+sinks:1', '--teacher-iters', 5],
 }
@@ -769,7 +769,7 @@ OPTIONS = [dict(ridge=ridge, positive=positive)
 
 def detr_config(**settings):
     small = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
-                 num_queries=5, num_classes=3, image_size=32, **detr.OA)
+                 num_queries=5, num_classes=3, stride=16, image_size=32, **detr.OA)
     return detr.Config(**{**small, **settings})
 
 def tokens(*sizes, d=32, dtype=torch.float64):
@@ -977,7 +977,7 @@ def test_detr_parameter_counts():
         c = detr.Config(**detr.DETR_R50, **kinds, num_classes=91)
         with torch.device('meta'), unittest.mock.patch.object(detr.DETR, 'init_parameter'):
             assert detr.count(detr.DETR(c)) == size
-    assert detr.DETR(detr_config()).encode(torch.zeros(1, 3, 64, 32))[3] == (8, 4)
+    assert detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3] == (16, 8)
     for kind, size in ('softmax', 341480), ('admm', 308200):  # of README's table
         c = detr.Config(cross_attention=kind)
         assert detr.count(detr.make_model(c, detr.load_data(c))) == size
