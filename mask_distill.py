@@ -1069,8 +1069,9 @@ def main(argv=None):
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     action, c = parse(argv)
+    device, _ = pick_device(c)
     if WORLD > 1:
-        dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
+        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
     STOP.clear()
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
