@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-875 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-876 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then average precision, drawings, photos, ResNet-50, pictures.
 """
 import argparse
@@ -657,14 +657,15 @@ def load_data(c):
     """
     if c.data == 'builtin':
         train, val = Shapes(10 ** 6, c.image_size), Shapes(200, c.image_size)
+        each = map  # threads would only wait for each other
         about = 'drawn shapes, always new; expect AP near 0 for the first 500 steps or more'
     else:
         folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
         train, val = load_coco(folder, c.image_size)
+        each = concurrent.futures.ThreadPoolExecutor().map
         about = f'{folder}, {len(train):,} images of {len(train.classes)} classes'
     plans = [val.plan(row) for row in range(len(val))[:c.eval_rows or None]]
-    return SimpleNamespace(train=train, val=val, plans=plans, about=about, coco={},
-                           painter=concurrent.futures.ThreadPoolExecutor())
+    return SimpleNamespace(train=train, val=val, plans=plans, about=about, coco={}, map=each)
 
 # ------------------------------------ training ------------------------------------
 # What the loop below knows of boxes: these names and functions.
@@ -711,7 +712,7 @@ def shuffled(seed, epoch, n):
 def get_batch(data, c, step, micro, device):
     """Images (B, 3, H, W), mask (B, H, W) or None, targets, and what losses are divided by: this
     process's share of a micro-batch, and of the divisors of the whole step, which follow from plans
-    alone. A function of seed and step; threads draw or read the images."""
+    alone. A function of seed and step."""
     n = c.batch_size * c.grad_accum_steps
     plans = []
     for i in range(n):
@@ -721,7 +722,7 @@ def get_batch(data, c, step, micro, device):
     weights, count = divisors([len(plan.labels) for plan in plans], c)
     first = micro * c.batch_size
     plans = plans[first + RANK:first + c.batch_size:WORLD]
-    images, mask, targets = collate(plans, data.painter.map(data.train.render, plans), device)
+    images, mask, targets = collate(plans, data.map(data.train.render, plans), device)
     parts = c.grad_accum_steps * WORLD
     return images, mask, targets, weights / parts, count / parts
 
@@ -737,7 +738,7 @@ def evaluate(model, data, c, device):
     loss, found = 0.0, []
     for i in range(0, len(data.plans), c.batch_size):
         plans = data.plans[i:i + c.batch_size]
-        images, mask, targets = collate(plans, data.painter.map(data.val.render, plans), device)
+        images, mask, targets = collate(plans, data.map(data.val.render, plans), device)
         outputs = model(images, mask)
         loss += set_loss(outputs, targets, c, weights, count).item()
         for plan, boxes in zip(plans, post_process(outputs, [plan.original for plan in plans])):
@@ -1365,9 +1366,11 @@ def judge(truth, found):
     return np.arange(len(dt)), scores, hit & ~ignored, ~hit & ~ignored, (~ignore).sum(1)
 
 def overlap(a, b):
-    """Whether 15 % of the smaller one of two boxes (4,), or more, is in both."""
-    sides = (a[2:] + b[2:]) / 2 - abs(a[:2] - b[:2])
-    return sides.clip(0).prod() >= 0.15 * min(a[2:].prod(), b[2:].prod())
+    """Whether 15 % of the smaller one of two boxes, or more, is in both."""
+    (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
+    width = max(0, (aw + bw) / 2 - abs(ax - bx))
+    height = max(0, (ah + bh) / 2 - abs(ay - by))
+    return width * height >= 0.15 * min(aw * ah, bw * bh)
 
 @dataclass
 class Shapes:
@@ -1386,12 +1389,12 @@ class Shapes:
         boxes = []
         for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
             for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):
-                box = np.concatenate([centre, size])
+                box = [*centre.tolist(), *size.tolist()]
                 if not any(overlap(box, other) for other in boxes):
                     boxes.append(box)
                     break
         labels = torch.from_numpy(rng.integers(3, size=len(boxes)))
-        boxes = torch.tensor(np.array(boxes)).float()
+        boxes = torch.tensor(boxes)
         notes = []
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
             box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
