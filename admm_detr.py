@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-876 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-874 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then average precision, drawings, photos, ResNet-50, pictures.
 """
 import argparse
@@ -777,8 +777,7 @@ def train(c, folder=None):
     torch.manual_seed(c.seed)
     model = make_model(c, data).to(device)
     optimizer = make_optimizer(model, c)
-    for group in optimizer.param_groups:
-        group['initial_lr'] = group['lr']
+    rates = [group['lr'] for group in optimizer.param_groups]
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
@@ -840,20 +839,19 @@ def train(c, folder=None):
         clock = time.time()
         model.train()
         torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
-        for group in optimizer.param_groups:
-            group['lr'] = group['initial_lr'] * schedule(step, c)
+        for group, rate in zip(optimizer.param_groups, rates):
+            group['lr'] = rate * schedule(step, c)
         total = 0.0
         for micro in range(c.grad_accum_steps):
             batch = get_batch(data, c, step, micro, device)
             with autocast:
-                loss = loss_of(net, batch, c) / c.grad_accum_steps
+                loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
             scaler.scale(loss).backward()
             total += loss.detach()
-        if WORLD > 1:  # the mean of the processes' gradients
+        if WORLD > 1:  # the sum of the processes' gradients
             for p in model.parameters():
                 if p.grad is not None:
                     dist.all_reduce(p.grad)
-                    p.grad /= WORLD
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
 
@@ -862,7 +860,7 @@ def train(c, folder=None):
         figures = torch.tensor([total.item(), bool(STOP) or late], device=device)
         if WORLD > 1:
             dist.all_reduce(figures)
-        loss, halt = (figures / WORLD).tolist()
+        loss, halt = figures.tolist()
         overflow = scaler.get_scale() > 1  # float16's first gradients may: such a step is skipped
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
@@ -976,12 +974,10 @@ def code(c):
     """The script above `tools`, parsed, without docstrings; of its tables the rows c names alone.
     So a change of a text, or a new variant, trains nothing anew."""
     tree = ast.parse(SOURCE.split('- tools -')[0])
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node):
-            del node.body[0]
-    for node in tree.body:
-        name = node.targets[0].id if isinstance(node, ast.Assign) else ''
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ''  # a docstring
+        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ''
         if name in ('ATTENTION', 'READINGS', 'CHOICES', 'PRESETS', 'TABLES'):
             rows = zip(node.value.keys, node.value.values)
             node.value = [row for key, row in rows if key.value in settings(c).values()]
@@ -1122,14 +1118,13 @@ def student(gaps):
 def tabulate(runs, seeds):
     """Print {name: [a run's figures for each seed]} -> rows, with differences to the first case."""
     figure, *others = RESULTS
-    first = np.array([run[figure] for run in next(iter(runs.values()))])
+    table = np.array([[run[figure] for run in own] for own in runs.values()])  # (cases, seeds)
     rows = []
-    for name, own in runs.items():
-        values = np.array([run[figure] for run in own])
+    for (name, own), values, gaps in zip(runs.items(), table, table - table[0]):
         row = dict(case=name, size=own[0]['size'] / 1e6, holm=math.nan)
         row['mean'], row['sd'] = spread(values)
-        row['diff'], row['diff_sd'] = spread(values - first)
-        row['t'], row['p'] = student(values - first)
+        row['diff'], row['diff_sd'] = spread(gaps)
+        row['t'], row['p'] = student(gaps)
         for other in [*others, 'seconds']:
             row[other] = np.mean([run[other] for run in own])
         rows.append(row)
@@ -1189,20 +1184,16 @@ def parse(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags go over them')
+    p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
+    p.add_argument('--preset', choices=PRESETS, help='named settings; flags go over them',
+                   default='t4' if torch.cuda.is_available() else 'tiny')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
     for f in fields(Config):
         p.add_argument('--' + f.name.replace('_', '-'), '--' + f.name, help=argparse.SUPPRESS,
                        **kinds.get(f.type, dict(type=f.type)))
-    argv = sys.argv[1:] if argv is None else list(argv)
-    action = argv.pop(0) if argv and argv[0] in ACTIONS else 'train'
     given = vars(p.parse_args(argv))
-    preset, why = 'tiny', 'no CUDA GPU is here'
-    if torch.cuda.is_available():
-        preset, why = 't4', "a CUDA GPU is here; --preset tiny is the README's"
-    if 'preset' in given:
-        preset, why = given.pop('preset'), 'as asked'
-    print(f'preset  {preset}: {why}')
+    action, preset = given.pop('action'), given.pop('preset')
+    print(f'preset  {preset}; by default t4 on a CUDA GPU, else tiny, as in README.md')
     c = Config(**{**PRESETS[preset], **given})
     if 'data' not in given and c.data != 'builtin' and not Path('data', c.data).exists():
         print(f'note    built-in data: python prepare_data.py {c.data} gets what {preset} wants')

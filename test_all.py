@@ -2026,6 +2026,7 @@ def test_texts_retrain_nothing():
     assert name() == name(row, "    'mine': lambda mh, v, gamma: v,\n" + row)
     assert name() != name('v - gamma * mh', 'v - gamma * mh * 1')
     assert name() != name('F.gelu', 'F.silu')
+    assert name() != name('SCRIPT =', 'torch.backends.cudnn.benchmark = True\nSCRIPT =')
     assert name() != name(gamma=2.0)
 
 def test_student():
