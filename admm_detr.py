@@ -681,7 +681,7 @@ def make_model(c, data):
         c = replace(c, num_classes=len(names), classes=','.join(names))
     model = DETR(c)
     if c.init and data:
-        load_weights(model, c.init, data.train)
+        load_weights(model, c.init)
     return model
 
 def make_optimizer(model, c):
@@ -734,7 +734,6 @@ def loss_of(model, batch, c):
 def evaluate(model, data, c, device):
     """On validation images: loss, AP and AP50."""
     weights, count = divisors([len(plan.labels) for plan in data.plans], c)
-    ids = data.val.ids
     loss, found = 0.0, []
     for i in range(0, len(data.plans), c.batch_size):
         plans = data.plans[i:i + c.batch_size]
@@ -743,9 +742,10 @@ def evaluate(model, data, c, device):
         loss += set_loss(outputs, targets, c, weights, count).item()
         for plan, boxes in zip(plans, post_process(outputs, [plan.original for plan in plans])):
             for score, label, (x0, y0, x1, y1) in boxes:
-                found.append(dict(image_id=plan.image_id, category_id=ids[label], score=score,
+                found.append(dict(image_id=plan.image_id, category_id=label, score=score,
                                   bbox=[x0, y0, x1 - x0, y1 - y0]))
-    data.coco = coco_ap(truth_of(data.plans, ids), found)
+    truth = [note for plan in data.plans for note in plan.notes]
+    data.coco = coco_ap(dict(annotations=truth), found)
     return dict(val_loss=loss, AP=data.coco['AP'], AP50=data.coco['AP50'])
 
 def finish(model, data, c, device, folder):
@@ -1271,53 +1271,42 @@ def match(cost):
     except ImportError:
         return assign(cost)
 
-def truth_of(plans, ids):
-    """What is in the images of these plans, in COCO's json form."""
-    return dict(images=[dict(id=plan.image_id) for plan in plans],
-                annotations=[note for plan in plans for note in plan.notes],
-                categories=[dict(id=i) for i in ids])
-
 IOUS = np.linspace(0.5, 0.95, 10)
-AREAS = np.array([[0, 1e10], [0, 32 ** 2], [32 ** 2, 96 ** 2], [96 ** 2, 1e10]])
+AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]
 
 def coco_ap(ground_truth, detections):
     """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
 
-    ground_truth: images (id), categories (id), annotations (image_id, category_id, bbox, area,
-    iscrowd); detections: (image_id, category_id, bbox, score). Boxes are x, y, width, height in
-    pixels. As pycocotools has it, but for -1 in place of nan, and id 0, which it never finds.
+    ground_truth: annotations (image_id, category_id, bbox, area, iscrowd); detections: (image_id,
+    category_id, bbox, score). Boxes are x, y, width, height in pixels. As pycocotools has it, but
+    for -1 in place of nan, and id 0, which it never finds.
     """
-    truth, found = defaultdict(list), defaultdict(list)
-    for x in ground_truth['annotations']:
-        truth[x['category_id'], x['image_id']].append(x)
-    for x in detections:
-        found[x['category_id'], x['image_id']].append(x)
-    images = sorted(x['id'] for x in ground_truth['images'])
-    classes = sorted(x['id'] for x in ground_truth['categories'])
+    notes = ground_truth['annotations']
+    classes = sorted({note['category_id'] for note in notes})
+    truth, found, rank = defaultdict(list), defaultdict(list), defaultdict(int)
+    for i, note in enumerate(notes):
+        truth[note['category_id'], note['image_id']].append(i)
+    for x in sorted(detections, key=lambda x: (-x['score'], x['image_id'])):
+        place = x['category_id'], x['image_id']
+        if rank[place] < 100:
+            ious = [(iou(x, notes[i]), i) for i in truth[place]]
+            found[x['category_id']].append((rank[place], area_of(x), ious))
+        rank[place] += 1
     precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
     recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
-    for k, kind in enumerate(classes):
-        judged = [judge(truth[kind, i], found[kind, i]) for i in images
-                  if truth[kind, i] or found[kind, i]]
-        if not judged:
-            continue
-        *parts, wanted = zip(*judged)
-        rank, scores, right, wrong = [np.concatenate(part, -1) for part in parts]
-        wanted = sum(wanted)                                                # (areas,)
-        order = np.argsort(-scores, kind='stable')
-        for m, most in enumerate((1, 10, 100)):
-            best = order[rank[order] < most]
-            tp = np.cumsum(right[..., best], -1, dtype=float)               # (areas, IoUs, D)
-            fp = np.cumsum(wrong[..., best], -1, dtype=float)
-            for a in np.flatnonzero(wanted):
-                share = tp[a] / wanted[a]
-                recall[m, a, :, k] = share.max(-1, initial=0)
-                p = tp[a] / (tp[a] + fp[a] + np.spacing(1))
-                p = np.maximum.accumulate(p[:, ::-1], axis=1)[:, ::-1]      # never rises again
-                p = np.pad(p, ((0, 0), (0, 1)))  # 0 for what is never reached
-                for t in range(10):  # each round overwrites the last: that of 100 stays
-                    reached = np.searchsorted(share[t], np.linspace(0, 1, 101))
-                    precision[a, t, k] = p[t, reached]
+    for a, (low, high) in enumerate(AREAS):
+        counts = [low <= area_of(note) <= high and not note.get('iscrowd') for note in notes]
+        for k, kind in enumerate(classes):
+            wanted = sum(one for one, note in zip(counts, notes) if note['category_id'] == kind)
+            for t, threshold in enumerate(IOUS if wanted else []):
+                ranks, right = judge(found[kind], notes, counts, threshold, low, high)
+                for m, most in enumerate((1, 10, 100)):
+                    recall[m, a, t, k] = right[ranks < most].sum() / wanted
+                tp = right.cumsum()
+                p = tp / (np.arange(1, len(tp) + 1) + np.spacing(1))
+                p = np.maximum.accumulate(p[::-1])[::-1]                    # never rises again
+                reached = np.searchsorted(tp / wanted, np.linspace(0, 1, 101))
+                precision[a, t, k] = np.append(p, 0)[reached]  # 0 for what is never reached
     figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
                    APs=precision[1], APm=precision[2], APl=precision[3],
                    AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
@@ -1325,36 +1314,34 @@ def coco_ap(ground_truth, detections):
     return {name: float(x[x > -1].mean()) if (x > -1).any() else math.nan
             for name, x in figures.items()}
 
-def judge(truth, found):
-    """The boxes of one image and class -> ranks and scores (D,) of the best 100; which of them are
-    right and which are wrong, (areas, IoUs, D); how many are wanted (areas,)."""
-    found = sorted(found, key=lambda x: -x['score'])[:100]
-    scores = np.array([x['score'] for x in found], dtype=float)
-    dt = np.array([x['bbox'] for x in found], dtype=float).reshape(-1, 4)
-    gt = np.array([x['bbox'] for x in truth], dtype=float).reshape(-1, 4)
-    crowd = np.array([bool(x.get('iscrowd')) for x in truth], dtype=bool)   # (G,)
-    dt_size, gt_size = dt[:, 2] * dt[:, 3], gt[:, 2] * gt[:, 3]
-    outside = lambda size: (size < AREAS[:, :1]) | (size > AREAS[:, 1:])    # (n,) -> (areas, n)
-    size = [x.get('area', product) for x, product in zip(truth, gt_size)]
-    ignore = crowd | outside(np.array(size))                                # (areas, G)
-    first = np.maximum(dt[:, None, :2], gt[:, :2])                          # (D, G, 2)
-    last = np.minimum(dt[:, None, :2] + dt[:, None, 2:], gt[:, :2] + gt[:, 2:])
-    both = (last - first).clip(0).prod(-1)                                  # (D, G)
-    union = dt_size[:, None] + np.where(crowd, 0, gt_size - both)           # a crowd's is the box
-    iou = both / np.maximum(union, 1e-99)
-    hit = np.zeros((4, 10, len(dt)), bool)
-    ignored = np.repeat(outside(dt_size)[:, None], 10, axis=1)
-    free = np.ones((4, 10, len(gt)), bool)
-    for d in range(len(dt) if len(gt) else 0):
-        fits = free & (iou[d] >= IOUS[:, None])                             # (areas, IoUs, G)
-        best = fits & ~ignore[:, None]
-        best = np.where(best.any(-1, keepdims=True), best, fits)  # what is ignored comes second
-        a, t = np.nonzero(fits.any(-1))
-        m = len(gt) - 1 - np.where(best, iou[d], -1)[a, t, ::-1].argmax(-1)  # the last of equals
-        hit[a, t, d] = True
-        ignored[a, t, d] = ignore[a, m]
-        free[a, t, m] = crowd[m]
-    return np.arange(len(dt)), scores, hit & ~ignored, ~hit & ~ignored, (~ignore).sum(1)
+def area_of(x):
+    return x.get('area', x['bbox'][2] * x['bbox'][3])
+
+def iou(found, true):
+    """Of two boxes; where the second is a crowd, the share of the first that is in it."""
+    x, y, w, h = found['bbox']
+    X, Y, W, H = true['bbox']
+    width = max(0, min(x + w, X + W) - max(x, X))
+    height = max(0, min(y + h, Y + H) - max(y, Y))
+    both = width * height
+    union = w * h if true.get('iscrowd') else w * h + W * H - both
+    return both / max(union, 1e-99)
+
+def judge(found, notes, counts, threshold, low, high):
+    """Boxes of one class, the surest first -> of those that count: their ranks, and 1 where one is
+    right, that is, has a true box for itself."""
+    taken, verdicts = set(), []
+    for rank, area, ious in found:
+        fits = [(counts[i], iou, i) for iou, i in ious if iou >= threshold and i not in taken]
+        if fits:
+            counted, _, best = max(fits)  # true boxes that count come first
+            if not notes[best].get('iscrowd'):  # a crowd is there for many
+                taken.add(best)
+        else:
+            counted = low <= area <= high
+        if counted:
+            verdicts.append((rank, bool(fits)))
+    return np.array(verdicts, dtype=int).reshape(-1, 2).T
 
 def overlap(a, b):
     """Whether 15 % of the smaller one of two boxes, or more, is in both."""
@@ -1369,7 +1356,6 @@ class Shapes:
     n: int     # drawings
     side: int  # pixels
     classes = ['rectangle', 'disc', 'triangle']
-    ids = [1, 2, 3]
 
     def __len__(self):
         return self.n
@@ -1389,7 +1375,7 @@ class Shapes:
         notes = []
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
             box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
-            notes.append(dict(image_id=row + 1, category_id=self.ids[label], bbox=box))
+            notes.append(dict(image_id=row + 1, category_id=label, bbox=box))
         return SimpleNamespace(image_id=row + 1, original=(self.side, self.side), notes=notes,
                                labels=labels, boxes=boxes, noise=int(rng.integers(2 ** 32)))
 
@@ -1412,20 +1398,15 @@ class Shapes:
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
-def scaled(n, image_size):
-    """DETR's sizes are for an image_size of 800; others are in proportion."""
-    return max(1, round(n * image_size / 800))
-
 def resized(w, h, side, most=math.inf):
     """Width and height, the shorter `side` or, where the longer would pass `most`, less."""
     short, long = min(w, h), max(w, h)
-    if long / short * side > most:
-        side = max(1, round(most * short / long))
+    side = max(1, round(min(side, most * short / long)))
     long = int(side * long / short)
     return (side, long) if w < h else (long, side)
 
 class CocoFolder:
-    """Photos and their annotations; row i is the i-th image by id, label i the i-th category."""
+    """Photos and their annotations; row i is the i-th image by id."""
 
     def __init__(self, folder, name, image_size):
         path = folder / 'annotations' / f'instances_{name}.json'
@@ -1440,8 +1421,8 @@ class CocoFolder:
                 self.annotations[note['image_id']].append(note)
         except (OSError, KeyError, TypeError, ValueError) as error:
             fail(f"{path} is no file of annotations in COCO's form: {error!r:.200}")
-        self.ids = sorted(names)                                            # label -> category
-        self.classes = [names[i] for i in self.ids]                         # label -> name
+        # a label is its category's id, as in DETR, so that some labels are no class's
+        self.classes = [names.get(i, '') for i in range(max(names) + 1)]
 
     def __len__(self):
         return len(self.images)
@@ -1456,19 +1437,18 @@ class CocoFolder:
         side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
         if rng is not None:
             flip = rng.random() < 0.5
-            side = scaled(32 * rng.integers(15, 26), self.image_size)       # 480, 512, ..., 800
+            side = round(self.image_size * rng.integers(15, 26) / 25)       # 480, 512, ..., 800
             if rng.random() < 0.5:
-                W, H = resized(w, h, scaled(rng.choice([400, 500, 600]), self.image_size))
-                low, high = scaled(384, self.image_size), scaled(600, self.image_size)
-                w = int(rng.integers(min(low, W), min(high, W) + 1))
-                h = int(rng.integers(min(low, H), min(high, H) + 1))
+                W, H = resized(w, h, rng.choice([400, 500, 600]))
+                w = rng.integers(min(384, W), min(600, W) + 1)
+                h = rng.integers(min(384, H), min(600, H) + 1)
                 x, y = rng.integers(W - w + 1), rng.integers(H - h + 1)
                 # [deviation] cut out of the photo itself, because resizing it twice blurs it
                 window = np.array([x / W, y / H, (x + w) / W, (y + h) / H])
         notes = self.annotations[image['id']]
         things = [note for note in notes if not note.get('iscrowd')]
-        labels = np.array([self.ids.index(a['category_id']) for a in things], dtype=np.int64)
-        boxes = np.array([a['bbox'] for a in things], dtype=float).reshape(-1, 2, 2)
+        labels = np.array([note['category_id'] for note in things], dtype=np.int64)
+        boxes = np.array([note['bbox'] for note in things], dtype=float).reshape(-1, 2, 2)
         corner = np.stack([boxes[:, 0], boxes.sum(1)]) / whole              # (2, n, x y)
         first, last = ((corner - window[:2]) / (window[2:] - window[:2])).clip(0, 1)
         boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
@@ -1478,7 +1458,7 @@ class CocoFolder:
         return SimpleNamespace(
             image_id=image['id'], original=whole[::-1], notes=notes, window=window, flip=flip,
             path=self.photos / image['file_name'],
-            size=resized(w, h, side, scaled(1333, self.image_size)),
+            size=resized(w, h, side, 5 * self.image_size // 3),             # DETR's 1333 for 800
             labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
 
     def render(self, plan):
@@ -1511,13 +1491,13 @@ def load_coco(folder, image_size=800):
     train = CocoFolder(folder, names[0], image_size)
     val = CocoFolder(folder, names[-1], image_size)
     if len(names) == 1:
-        train.images = [x for i, x in enumerate(train.images) if i % 10]
-        val.images = val.images[::10]
+        val.images = train.images[::10]
+        del train.images[::10]
     if train.classes != val.classes:
         fail(f'{folder}: the categories of its two annotation files differ')
     return train, val
 
-def load_weights(model, path, data):
+def load_weights(model, path):
     """Fill `model` from a checkpoint of this script, of DETR or of torchvision's ResNet-50, as far
     as it fits, and say what does not: attention that is replaced, or classes of other data."""
     if not Path(path).exists():
@@ -1527,15 +1507,11 @@ def load_weights(model, path, data):
     if 'layer4.0.conv1.weight' in state:
         state = {'backbone.0.body.' + key: p for key, p in state.items()}
     own = model.state_dict()
-    coco = (data.ids[0], data.classes[0]) == (1, 'person')
-    if coco and len(state.get('class_embed.bias', ())) == 92:
-        for key in ('class_embed.weight', 'class_embed.bias'):
-            state[key] = state[key][[*data.ids, -1]]  # the rows in use
     fits = {key: p for key, p in state.items() if key in own and own[key].shape == p.shape}
     if not fits:
         fail(f'--init {path}: not one tensor has the name and shape of one of the model')
-    model.load_state_dict(fits, strict=False)
-    fresh = sorted({key.split('.layers')[0] for key in own if key not in fits})
+    missing, _ = model.load_state_dict(fits, strict=False)
+    fresh = sorted({key.split('.layers')[0] for key in missing})
     print(f'init    {path}: {len(fits)} tensors of {len(own)}; fresh: {", ".join(fresh) or "none"}')
 
 class FrozenBatchNorm2d(nn.Module):
@@ -1567,7 +1543,7 @@ class Bottleneck(nn.Module):
         y = F.relu(self.bn2(self.conv2(y)))
         return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
 
-class ResNet50(nn.Module):
+class ResNet50(nn.Sequential):
     """torchvision's keys. As in DETR, its first layers never learn."""
     channels = 2048
 
@@ -1575,6 +1551,8 @@ class ResNet50(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = FrozenBatchNorm2d(64)
+        self.relu = nn.ReLU()
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
         inside = 64
         for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
             stage = nn.Sequential()
@@ -1585,20 +1563,17 @@ class ResNet50(nn.Module):
         self.conv1.requires_grad_(False)
         self.layer1.requires_grad_(False)
 
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
-        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
-
-def draw_images(path, grid, c):
-    """A picture of rows of (pixels (H, W, 3), [(score, label, box) to draw in it])."""
+def draw_images(path, panels, c):
+    """A picture of panels, four in a row: (pixels (H, W, 3), [(score, label, box) to draw])."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'no {path.name}: pictures want `pip install matplotlib`')
     names = c.classes.split(',')
-    picture = Figure(figsize=(4 * len(grid[0]), 4 * len(grid)), layout='tight')
-    axes = picture.subplots(len(grid), len(grid[0]), squeeze=False)
-    for axis, (pixels, found) in zip(axes.flat, [cell for row in grid for cell in row]):
+    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
+    picture = Figure(figsize=(4 * across, 4 * down), layout='tight')
+    for i, (pixels, found) in enumerate(panels):
+        axis = picture.add_subplot(down, across, i + 1)
         axis.imshow(pixels)
         axis.axis('off')
         for score, label, (x0, y0, x1, y1) in sorted(found):  # the surest on top
@@ -1624,7 +1599,7 @@ def report(c, model, log):
     panels = []
     for image, found in zip(images, post_process(outputs, [image.shape[1:] for image in images])):
         panels.append((pixels_of(image), [one for one in found if one[0] >= c.threshold]))
-    draw_images(run_folder(c) / 'detections.png', [panels], model.config)
+    draw_images(run_folder(c) / 'detections.png', panels, model.config)
 
 def some_images(c, n):
     """--images or, without, n images to judge by -> a list of (3, H, W), and as a batch."""
@@ -1638,7 +1613,7 @@ def some_images(c, n):
 
 def see(photo, c):
     """Pillow's image -> what the model sees of it, (3, H, W)."""
-    return to_tensor(photo, resized(*photo.size, c.image_size, scaled(1333, c.image_size)))
+    return to_tensor(photo, resized(*photo.size, c.image_size, 5 * c.image_size // 3))
 
 @torch.no_grad()
 def detect(c):
@@ -1657,7 +1632,7 @@ def detect(c):
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
         picture = Path(c.out_dir, SCRIPT, f'{Path(path).stem}-found.png')
-        draw_images(picture, [[(np.asarray(photo), found)]], c)
+        draw_images(picture, [(np.asarray(photo), found)], c)
     return answers
 
 def objective(x, q, k, penalty, e=0.0):
@@ -1723,16 +1698,14 @@ def inspect_run(c):
     write_csv(folder / 'inspect.csv', rows)
     grid = model.encode(batch, mask)[3]
     found = post_process(outputs, [image.shape[1:] for image in images])
-    picture = []
-    for image, boxes, weight in zip(images[:4], found, x.abs().mean(1)):    # weight (Q, N)
-        best = sorted(range(len(boxes)), key=lambda query: boxes[query], reverse=True)[:3]
-        pixels = pixels_of(image)                                           # (H, W, 3)
-        row = [(pixels, [boxes[query] for query in best])]
-        light = F.interpolate(weight[best].unflatten(1, grid)[None], batch.shape[2:])[0]
-        for part in light.cpu().numpy()[:, :image.size(1), :image.size(2), None]:
-            row.append((pixels * (0.25 + 0.75 * part / max(1e-12, part.max())), []))
-        picture.append(row)
-    draw_images(folder / 'attention.png', picture, c)
+    panels = []
+    for image, boxes, weights in zip(batch[:4], found, x.abs().mean(1)):    # weights (Q, N)
+        surest = sorted(zip(boxes, weights), key=lambda pair: pair[0], reverse=True)
+        for box, weight in surest[:4]:
+            light = F.interpolate(weight.view(1, 1, *grid), batch.shape[2:])[0, 0]
+            light = 0.25 + 0.75 * light / light.max().clamp_min(1e-12)
+            panels.append((pixels_of(image) * light.cpu().numpy()[..., None], [box]))
+    draw_images(folder / 'attention.png', panels, c)
     return rows
 
 ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
