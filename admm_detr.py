@@ -1241,7 +1241,8 @@ def assign(cost):
     enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
     n, m = cost.shape
     if n > m:
-        return assign(cost.T)[::-1]
+        columns, rows = assign(cost.T)
+        return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
     tiny = 1e-13 * np.abs(cost).max(initial=0)
     owner = np.full(m, -1)
     for row in range(n):

@@ -1033,6 +1033,7 @@ def test_detr_match():
             for solve in detr.assign, detr.match:
                 rows, columns = solve(cost)
                 assert len(set(rows)) == len(set(columns)) == min(n, m)
+                assert list(rows) == sorted(rows)  # in scipy's order sums have scipy's last bits
                 assert abs(cost[rows, columns].sum() - min(sums)) < 1e-9
 
 # ------------------------------------ data, training, actions ------------------------------------
