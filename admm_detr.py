@@ -41,7 +41,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 are slices of the channels. Model and keys are facebookresearch/detr's.
 
 Lines 1-874 are the paper: method, configuration, model, losses, data, training. What follows is
-tools: those of all four scripts, then average precision, drawings, photos, ResNet-50, pictures.
+tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
 """
 import argparse
 import ast
@@ -1236,114 +1236,6 @@ def main(argv=None):
 # --- end of tools
 
 # --- tools of this script alone
-def assign(cost):
-    """The assignment of least total cost (n, m), n <= m -> rows, columns. One row after the other
-    enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
-    n, m = cost.shape
-    if n > m:
-        columns, rows = assign(cost.T)
-        return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
-    tiny = 1e-13 * np.abs(cost).max(initial=0)
-    owner = np.full(m, -1)
-    for row in range(n):
-        length = cost[row].astype(float)  # of chains that end in each column
-        before = np.full(m, -1)
-        changed = True
-        while changed:
-            changed = False
-            for j in np.flatnonzero(owner >= 0):  # its owner may change to another column
-                through = length[j] - cost[owner[j], j] + cost[owner[j]]
-                closer = through < length - tiny
-                length[closer] = through[closer]
-                before[closer] = j
-                changed = changed or closer.any()
-        j = np.where(owner < 0, length, np.inf).argmin()
-        while before[j] >= 0:
-            owner[j] = owner[before[j]]
-            j = before[j]
-        owner[j] = row
-    return np.arange(n), owner.argsort()[m - n:]  # -1, free columns, come first
-
-def match(cost):
-    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs."""
-    try:
-        from scipy.optimize import linear_sum_assignment  # much faster
-        return linear_sum_assignment(cost)
-    except ImportError:
-        return assign(cost)
-
-IOUS = np.linspace(0.5, 0.95, 10)
-AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]
-
-def coco_ap(ground_truth, detections):
-    """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
-
-    ground_truth: annotations (image_id, category_id, bbox, area, iscrowd); detections: (image_id,
-    category_id, bbox, score). Boxes are x, y, width, height in pixels. As pycocotools has it, but
-    for -1 in place of nan, and id 0, which it never finds.
-    """
-    notes = ground_truth['annotations']
-    classes = sorted({note['category_id'] for note in notes})
-    truth, found, rank = defaultdict(list), defaultdict(list), defaultdict(int)
-    for i, note in enumerate(notes):
-        truth[note['category_id'], note['image_id']].append(i)
-    for x in sorted(detections, key=lambda x: (-x['score'], x['image_id'])):
-        place = x['category_id'], x['image_id']
-        if rank[place] < 100:
-            ious = [(iou(x, notes[i]), i) for i in truth[place]]
-            found[x['category_id']].append((rank[place], area_of(x), ious))
-        rank[place] += 1
-    precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
-    recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
-    for a, (low, high) in enumerate(AREAS):
-        counts = [low <= area_of(note) <= high and not note.get('iscrowd') for note in notes]
-        for k, kind in enumerate(classes):
-            wanted = sum(one for one, note in zip(counts, notes) if note['category_id'] == kind)
-            for t, threshold in enumerate(IOUS if wanted else []):
-                ranks, right = judge(found[kind], notes, counts, threshold, low, high)
-                for m, most in enumerate((1, 10, 100)):
-                    recall[m, a, t, k] = right[ranks < most].sum() / wanted
-                tp = right.cumsum()
-                p = tp / (np.arange(1, len(tp) + 1) + np.spacing(1))
-                p = np.maximum.accumulate(p[::-1])[::-1]                    # never rises again
-                reached = np.searchsorted(tp / wanted, np.linspace(0, 1, 101))
-                precision[a, t, k] = np.append(p, 0)[reached]  # 0 for what is never reached
-    figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
-                   APs=precision[1], APm=precision[2], APl=precision[3],
-                   AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
-                   ARs=recall[2, 1], ARm=recall[2, 2], ARl=recall[2, 3])
-    return {name: float(x[x > -1].mean()) if (x > -1).any() else math.nan
-            for name, x in figures.items()}
-
-def area_of(x):
-    return x.get('area', x['bbox'][2] * x['bbox'][3])
-
-def iou(found, true):
-    """Of two boxes; where the second is a crowd, the share of the first that is in it."""
-    x, y, w, h = found['bbox']
-    X, Y, W, H = true['bbox']
-    width = max(0, min(x + w, X + W) - max(x, X))
-    height = max(0, min(y + h, Y + H) - max(y, Y))
-    both = width * height
-    union = w * h if true.get('iscrowd') else w * h + W * H - both
-    return both / max(union, 1e-99)
-
-def judge(found, notes, counts, threshold, low, high):
-    """Boxes of one class, the surest first -> of those that count: their ranks, and 1 where one is
-    right, that is, has a true box for itself."""
-    taken, verdicts = set(), []
-    for rank, area, ious in found:
-        fits = [(counts[i], iou, i) for iou, i in ious if iou >= threshold and i not in taken]
-        if fits:
-            counted, _, best = max(fits)  # true boxes that count come first
-            if not notes[best].get('iscrowd'):  # a crowd is there for many
-                taken.add(best)
-        else:
-            counted = low <= area <= high
-        if counted:
-            verdicts.append((rank, bool(fits)))
-    return np.array(verdicts, dtype=int).reshape(-1, 2).T
-
 def overlap(a, b):
     """Whether 15 % of the smaller one of two boxes, or more, is in both."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
@@ -1398,6 +1290,114 @@ class Shapes:
             image[:, inside] = ink[:, None]
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
+
+def assign(cost):
+    """The assignment of least total cost (n, m), n <= m -> rows, columns. One row after the other
+    enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
+    n, m = cost.shape
+    if n > m:
+        columns, rows = assign(cost.T)
+        return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
+    tiny = 1e-13 * np.abs(cost).max(initial=0)
+    owner = np.full(m, -1)
+    for row in range(n):
+        length = cost[row].astype(float)  # of chains that end in each column
+        before = np.full(m, -1)
+        changed = True
+        while changed:
+            changed = False
+            for j in np.flatnonzero(owner >= 0):  # its owner may change to another column
+                through = length[j] - cost[owner[j], j] + cost[owner[j]]
+                closer = through < length - tiny
+                length[closer] = through[closer]
+                before[closer] = j
+                changed = changed or closer.any()
+        j = np.where(owner < 0, length, np.inf).argmin()
+        while before[j] >= 0:
+            owner[j] = owner[before[j]]
+            j = before[j]
+        owner[j] = row
+    return np.arange(n), owner.argsort()[m - n:]  # -1, free columns, come first
+
+def match(cost):
+    """cost (num_queries, num_targets) -> rows, columns of the cheapest pairs."""
+    try:
+        from scipy.optimize import linear_sum_assignment  # much faster
+        return linear_sum_assignment(cost)
+    except ImportError:
+        return assign(cost)
+
+IOUS = np.linspace(0.5, 0.95, 10)
+AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]
+
+def coco_ap(ground_truth, detections):
+    """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
+
+    ground_truth: annotations (image_id, category_id, bbox, area, iscrowd); detections: (image_id,
+    category_id, bbox, score). Boxes are x, y, width, height in pixels. As pycocotools has it, but
+    for -1 in place of nan, and id 0, which it never finds.
+    """
+    notes = ground_truth['annotations']
+    classes = sorted({note['category_id'] for note in notes})
+    truth, found, rank = defaultdict(list), defaultdict(list), defaultdict(int)
+    for i, note in enumerate(notes):
+        truth[note['category_id'], note['image_id']].append(i)
+    for x in sorted(detections, key=lambda x: (-x['score'], x['image_id'])):
+        place = x['category_id'], x['image_id']
+        if rank[place] < 100:
+            w, h = x['bbox'][2:]
+            ious = [(iou(x, notes[i]), i) for i in truth[place]]
+            found[x['category_id']].append((rank[place], w * h, ious))
+        rank[place] += 1
+    areas = [note.get('area', note['bbox'][2] * note['bbox'][3]) for note in notes]
+    crowds = [note.get('iscrowd') for note in notes]
+    precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
+    recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
+    for a, (low, high) in enumerate(AREAS):
+        counts = [low <= area <= high and not crowd for area, crowd in zip(areas, crowds)]
+        for k, kind in enumerate(classes):
+            wanted = sum(one for one, note in zip(counts, notes) if note['category_id'] == kind)
+            for t, threshold in enumerate(IOUS if wanted else []):
+                ranks, right = judge(found[kind], crowds, counts, threshold, low, high)
+                for m, most in enumerate((1, 10, 100)):
+                    recall[m, a, t, k] = right[ranks < most].sum() / wanted
+                tp = right.cumsum()
+                p = tp / (np.arange(1, len(tp) + 1) + np.spacing(1))
+                p = np.maximum.accumulate(p[::-1])[::-1]                    # never rises again
+                reached = np.searchsorted(tp / wanted, np.linspace(0, 1, 101))
+                precision[a, t, k] = np.append(p, 0)[reached]  # 0 for what is never reached
+    figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
+                   APs=precision[1], APm=precision[2], APl=precision[3],
+                   AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
+                   ARs=recall[2, 1], ARm=recall[2, 2], ARl=recall[2, 3])
+    return {name: float(x[x > -1].mean()) if (x > -1).any() else math.nan
+            for name, x in figures.items()}
+
+def iou(found, true):
+    """Of two boxes; where the second is a crowd, the share of the first that is in it."""
+    x, y, w, h = found['bbox']
+    X, Y, W, H = true['bbox']
+    width = max(0, min(x + w, X + W) - max(x, X))
+    height = max(0, min(y + h, Y + H) - max(y, Y))
+    both = width * height
+    union = w * h if true.get('iscrowd') else w * h + W * H - both
+    return both / max(union, 1e-99)
+
+def judge(found, crowds, counts, threshold, low, high):
+    """Boxes of one class, the surest first -> of those that count: their ranks, and 1 where one is
+    right, that is, has a true box for itself."""
+    taken, verdicts = set(), []
+    for rank, area, ious in found:
+        fits = [(counts[i], iou, i) for iou, i in ious if iou >= threshold and i not in taken]
+        if fits:
+            counted, _, best = max(fits)  # true boxes that count come first
+            if not crowds[best]:  # a crowd is there for many
+                taken.add(best)
+        else:
+            counted = low <= area <= high
+        if counted:
+            verdicts.append((rank, bool(fits)))
+    return np.array(verdicts, dtype=int).reshape(-1, 2).T
 
 def resized(w, h, side, most=math.inf):
     """Width and height, the shorter `side` or, where the longer would pass `most`, less."""
