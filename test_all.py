@@ -1235,7 +1235,8 @@ def test_detr_init():
         code, _, err, _ = run(*flags, file, script=detr)
         assert code == 0 and same(checkpoint(path / 'out')['model'], state), err
         body = {key: p + 2 for key, p in detr.ResNet50().state_dict().items()}
-        net = load(detr.DETR(detr_config(backbone='resnet50')), {**body, 'fc.weight': torch.ones(1)})
+        whole = {**body, 'fc.weight': torch.ones(1)}
+        net = load(detr.DETR(detr_config(backbone='resnet50')), whole)
         assert same(net.backbone[0]['body'].state_dict(), body)
         refuse(['missing.pth'], *flags, path / 'missing.pth', script=detr)
 
