@@ -22,7 +22,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     ... as they are printed: admm-vanilla-printed, admm-printed            printed
     [OA Sec. 3]    x^5 / sum |x^5|; random tokens; clamp; x_ii = 0         sharpen, dictionary
 
-    python admm_detr.py                                # train: eight minutes on a CPU, no network
+    python admm_detr.py                                # train: six minutes on a CPU, no network
     python admm_detr.py --cross-attention softmax      # the baseline
     python admm_detr.py detect --images photo.jpg      # what the last run finds in photos
     python admm_detr.py inspect                        # where the decoder looks: OA's Fig. 1
