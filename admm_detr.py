@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-874 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-875 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
 """
 import argparse
@@ -663,7 +663,8 @@ def load_data(c):
         folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
         train, val = load_coco(folder, c.image_size)
         each = concurrent.futures.ThreadPoolExecutor().map
-        about = f'{folder}, {len(train):,} images of {len(train.classes)} classes'
+        kinds = len(train.classes) - train.classes.count('')
+        about = f'{folder}, {len(train):,} images of {kinds} classes'
     plans = [val.plan(row) for row in range(len(val))[:c.eval_rows or None]]
     return SimpleNamespace(train=train, val=val, plans=plans, about=about, coco={}, map=each)
 
