@@ -533,7 +533,7 @@ def train(c, folder=None):
     if c.warmup_iters >= c.max_iters > 0:
         print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
     step, seconds, losses, log = 0, 0.0, [], []  # losses: those since the last row of the log
-    if folder and agreed((folder / 'ckpt.pt').exists() and not c.fresh):
+    if folder and (folder / 'ckpt.pt').exists() and not c.fresh:
         saved = load_checkpoint(folder / 'ckpt.pt')
         model.load_state_dict(saved['model'])
         optimizer.load_state_dict(saved['optimizer'])
@@ -574,7 +574,7 @@ def train(c, folder=None):
             if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
                 keep('best.pt')
             if done:  # outside autocast, which would keep the casts of other weights
-                row.update(agreed(finish(model, data, c, device, folder) if RANK == 0 else None))
+                row.update(finish(model, data, c, device, folder))
             print(f'{line}: {show(row)}', flush=True)
         if new and due or halt or time.time() - kept > 300:
             keep('ckpt.pt')
@@ -635,13 +635,6 @@ def show(row):
             words.append(f'{name} {x:.1e}' if 0 < abs(x) < 1e-3 else f'{name} {x:.4f}')
     return '  '.join(words)
 
-def agreed(x):
-    """What the first process has for x, in all of them."""
-    box = [x]
-    if WORLD > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
-
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
     name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
@@ -660,17 +653,13 @@ def pick_device(c):
 
 def save_checkpoint(path, state):
     """Write beside it, flush, rename: whatever happens, a whole file is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix('.part')
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, 'wb') as file:
-            torch.save(dict(state, script=SCRIPT), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
-        fail(f'cannot write {path} ({str(error).splitlines()[0]}); what was there is intact')
+    with open(part, 'wb') as file:
+        torch.save(dict(state, script=SCRIPT), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
 
 def load_checkpoint(path, own=True):
     """A checkpoint, of this script unless own is False. Nothing in the file is run."""
