@@ -40,7 +40,7 @@ What OA leaves open: [choice] tokens with positions (DETR's keys) are solved ove
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and keys are facebookresearch/detr's.
 
-Lines 1-875 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-876 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
 """
 import argparse
@@ -48,6 +48,7 @@ import ast
 import concurrent.futures
 import csv
 import functools
+import io
 import json
 import linecache
 import math
@@ -905,13 +906,12 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, flush, rename: whatever happens, a whole file is there."""
+    """Write beside it, then rename: whatever happens, a whole file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # of a full disk itself torch.save speaks in riddles
+    torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
-    with open(part, 'wb') as file:
-        torch.save(dict(state, script=SCRIPT), file)
-        file.flush()
-        os.fsync(file.fileno())
+    part.write_bytes(buffer.getvalue())
     os.replace(part, path)
 
 def load_checkpoint(path, own=True):

@@ -37,11 +37,12 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
 The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
 (800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
 
-Lines 1-622 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-623 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
 import csv
+import io
 import json
 import linecache
 import math
@@ -652,13 +653,12 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, flush, rename: whatever happens, a whole file is there."""
+    """Write beside it, then rename: whatever happens, a whole file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # of a full disk itself torch.save speaks in riddles
+    torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
-    with open(part, 'wb') as file:
-        torch.save(dict(state, script=SCRIPT), file)
-        file.flush()
-        os.fsync(file.fileno())
+    part.write_bytes(buffer.getvalue())
     os.replace(part, path)
 
 def load_checkpoint(path, own=True):

@@ -38,12 +38,13 @@ vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
 efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
 unused parameters, and with position embeddings that the optimizer does not lose.
 
-Lines 1-818 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-819 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
 import csv
 import functools
+import io
 import json
 import linecache
 import math
@@ -848,13 +849,12 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, flush, rename: whatever happens, a whole file is there."""
+    """Write beside it, then rename: whatever happens, a whole file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # of a full disk itself torch.save speaks in riddles
+    torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
-    with open(part, 'wb') as file:
-        torch.save(dict(state, script=SCRIPT), file)
-        file.flush()
-        os.fsync(file.fileno())
+    part.write_bytes(buffer.getvalue())
     os.replace(part, path)
 
 def load_checkpoint(path, own=True):

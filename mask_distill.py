@@ -31,12 +31,13 @@ cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of on
 
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-724 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-725 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
 import copy
 import csv
+import io
 import json
 import linecache
 import math
@@ -754,13 +755,12 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, flush, rename: whatever happens, a whole file is there."""
+    """Write beside it, then rename: whatever happens, a whole file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # of a full disk itself torch.save speaks in riddles
+    torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
-    with open(part, 'wb') as file:
-        torch.save(dict(state, script=SCRIPT), file)
-        file.flush()
-        os.fsync(file.fileno())
+    part.write_bytes(buffer.getvalue())
     os.replace(part, path)
 
 def load_checkpoint(path, own=True):

@@ -1970,7 +1970,7 @@ def test_full_disk():
             run(*flags)
         before = checkpoint(path)['model']
         full = OSError('No space left on device')
-        with unittest.mock.patch('os.fsync', side_effect=full):
+        with unittest.mock.patch('pathlib.Path.write_bytes', side_effect=full):
             refuse(['No space left on device'], *flags)
         assert same(before, checkpoint(path)['model'])
 
