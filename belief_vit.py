@@ -849,7 +849,7 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, then rename: whatever happens, a whole file is there."""
+    """Write beside it, then rename: whenever it is killed, a whole file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()  # of a full disk itself torch.save speaks in riddles
     torch.save(dict(state, script=SCRIPT), buffer)
