@@ -33,9 +33,9 @@ import time
 import traceback
 import types
 import unittest
-import unittest.mock
 import zipfile
 import zlib
+from unittest.mock import patch
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # tiny tensors: threads only wait for each other
 import numpy as np
@@ -243,7 +243,7 @@ def test_gpt_x_transformers():
     def project(x, y):
         return x - (x * y).sum(-1, True) / (y * y).sum(-1, True) * y
     x, _, _ = qkv(2, 9, 16)
-    with unittest.mock.patch.object(x_transformers, 'orthog_project', project):
+    with patch.object(x_transformers, 'orthog_project', project):
         close(ours(x), theirs(x), 1e-6)
 
 def test_pdmm():
@@ -353,7 +353,7 @@ def test_gpt_loss_in_chunks():
     want = F.cross_entropy(net(idx, idx)[0][targets >= 0], targets[targets >= 0])
     want_gradient, = torch.autograd.grad(want, net.lm_head.weight)
     for limit in (2 ** 25, 200):
-        with unittest.mock.patch.object(gpt, 'LOGITS', limit):
+        with patch.object(gpt, 'LOGITS', limit):
             logits, loss = net(idx, targets)
             gradient, = torch.autograd.grad(loss, net.lm_head.weight)
         assert (logits is None) == (limit == 200)
@@ -380,9 +380,9 @@ def test_gpt_mask_data():
             np.arange(n, dtype=np.uint16).tofile(path / f'{name}.bin')
         (path / 'meta.json').write_text('{"tokenizer": "gpt2", "bytes": {"val": 200}}')
         data = gpt.load_data(gpt.Config(data=str(path), block_size=16))
-        same = mask.load_data(mask_config(data=str(path), stage='teacher'))
-        assert len(data.train) == len(same.train) == 50 and len(data.val) == len(same.val) == 40
-        assert data.vocab_size == same.vocab_size == 50257 and data.val_bytes == 200
+        own = mask.load_data(mask_config(data=str(path), stage='teacher'))
+        assert len(data.train) == len(own.train) == 50 and len(data.val) == len(own.val) == 40
+        assert data.vocab_size == own.vocab_size == 50257 and data.val_bytes == 200
         for words in (['--block-size', 40], ['--vocab-size', 256], ['--n-embd', 18],
                       ['--gamma', 0.99], ['--gamma', 1.01, '--attention', 'attentionx-v1']):
             refuse(words[:1], *tiny(gpt, path, '--data', path, *words))
@@ -617,7 +617,7 @@ def test_vit_batches():
     x, _, _ = get(3)
     for other, _, _ in (get(4), get(3, 1), get(3, seed=5)):
         assert not torch.equal(x, other)
-    with unittest.mock.patch.object(vit, 'augment', lambda x, *_: x):
+    with patch.object(vit, 'augment', lambda x, *_: x):
         epoch = torch.cat([get(step, micro)[0] for step in range(6, 12) for micro in range(2)])
     images = vit.normalise(torch.from_numpy(data.train[0]), 8, c)
     found = [int((images == x).all((1, 2, 3)).nonzero()) for x in epoch]
@@ -651,7 +651,7 @@ def test_vit_best_weights():
         assert torch.is_autocast_enabled('cpu') != end  # which keeps casts of weights
         seen.append(model.head.bias.tolist())
         return 1.0, len(seen) == 3
-    with folder() as path, unittest.mock.patch.object(vit, 'judge', judge):
+    with folder() as path, patch.object(vit, 'judge', judge):
         run(*tiny(vit, path, '--max-iters', 9, '--dtype', 'bfloat16'), script=vit)
         assert checkpoint(path)['model']['head.bias'].tolist() == seen[3]
     assert seen[4] == seen[3] != seen[2] == seen[5]
@@ -959,7 +959,7 @@ def test_detr_parameter_counts():
     both = dict(self_attention='l2', cross_attention='admm')
     for kinds, size in (softmax, 41302368), (one, 39723360), (both, 38144352):
         c = detr.Config(**detr.DETR_R50, **kinds, num_classes=91)
-        with torch.device('meta'), unittest.mock.patch.object(detr.DETR, 'init_parameter'):
+        with torch.device('meta'), patch.object(detr.DETR, 'init_parameter'):
             assert detr.count(detr.DETR(c)) == size
     assert detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3] == (16, 8)
     for kind, size in ('softmax', 341480), ('admm', 308200):  # of README's table
@@ -1406,7 +1406,7 @@ def test_mask_kl():
     p, q = (y @ w[0].T).softmax(-1), (x @ w[0].T).softmax(-1)
     want = (p * (p / q).log()).sum(-1)[0]
     for limit in (mask.LOGITS, 30):
-        with unittest.mock.patch.object(mask, 'LOGITS', limit):
+        with patch.object(mask, 'LOGITS', limit):
             got = mask.token_kl(x, y, w[0])
             close(got, want, 1e-5)
             for g in torch.autograd.grad((got - want).sum(), (x, w), retain_graph=True):
@@ -1600,7 +1600,7 @@ def test_prep_text_and_mistakes():
         notes.write_text('changed ' * 10)
         assert prepare(*flags)['tokens'] == {'train': 72, 'val': 8}
 
-@unittest.mock.patch('prepare_data.PAUSE', 0)
+@patch('prepare_data.PAUSE', 0)
 def test_prep_downloads():
     """They go on where they broke off; a wrong file is thrown away, and the next mirror asked."""
     body = b'to be or not to be\n' * 20_000
@@ -1608,7 +1608,7 @@ def test_prep_downloads():
     with folder() as path:
         def get(name, *urls):
             row = (*prepare_data.DATASETS[name][:3], [(size, digest, *urls)])
-            with unittest.mock.patch.dict(prepare_data.DATASETS, {name: row}):
+            with patch.dict(prepare_data.DATASETS, {name: row}):
                 return run(name, '--data-dir', path, script=prepare_data)
         with serving(body, cuts=2) as (url, log):
             for _ in range(2):  # the second time there is nothing left to do
@@ -1737,7 +1737,7 @@ def test_pasted_into_a_notebook():
     """Where there is no file, a script only defines things."""
     for script in SCRIPTS:
         module = types.ModuleType('cell')
-        with unittest.mock.patch.dict(sys.modules, cell=module):
+        with patch.dict(sys.modules, cell=module):
             exec(source(script), module.__dict__)
             assert module.Config().max_iters > 0
 
@@ -1749,7 +1749,7 @@ def test_a_variant_of_your_own():
     assert head in source(gpt)
     with folder() as path:
         (path / 'mine.py').write_text(source(gpt).replace(head, head + '\n' + row))
-        with unittest.mock.patch.object(sys, 'path', [str(path), *sys.path]):
+        with patch.object(sys, 'path', [str(path), *sys.path]):
             mine = importlib.import_module('mine')
         done(*tiny(gpt, path, '--attention', 'laplacian'), script=mine)
     q, k, v = qkv(2, 3, 6, 4)
@@ -1813,7 +1813,7 @@ def interrupted(script, step, number):
         if now == step and micro == 0:
             os.kill(os.getpid(), number)
         return whole(data, c, now, micro, device)
-    return unittest.mock.patch.object(script, 'get_batch', get_batch)
+    return patch.object(script, 'get_batch', get_batch)
 
 def test_resume_bit_for_bit():
     """Stopped in the middle, between two lines of the log, and given again: the same weights, and
@@ -1847,11 +1847,9 @@ def test_loss_that_is_not_finite():
     broken = lambda *batch: loss_of(*batch) * next(steps)
     evaluate = lambda *_: dict(val_loss=1.0)
     with folder() as path:
-        with unittest.mock.patch.multiple(gpt, loss_of=broken, evaluate=evaluate):
+        with patch.multiple(gpt, loss_of=broken, evaluate=evaluate):
             refuse(['loss nan', 'step 4'], *tiny(gpt, path))
-        saved = checkpoint(path)
-        assert saved['progress'][0] == 3
-        assert all(p.isfinite().all() for p in saved['model'].values())
+        assert checkpoint(path)['progress'][0] == 3
 
 def test_time_limit():
     """--max-minutes stops a run, in a comparison too; the same command goes on."""
@@ -1911,6 +1909,11 @@ def test_two_processes():
                 close(p, want['model'][name], 1e-3)
 
 # ------------------------------------ the tools ------------------------------------
+class Trap:
+    """Unpickled it would make a folder."""
+    def __reduce__(self):
+        return os.mkdir, ('trapped',)
+
 def test_mistakes():
     """The likely ones, in every script: one line, exit code 2, nothing lost."""
     for script in SCRIPTS:
@@ -1921,40 +1924,30 @@ def test_mistakes():
             refuse(['no-such-data'], *flags, '--data', 'no-such-data', script=script)
             refuse(['--over'], 'compare', *flags, '--over', 'nothing=1', script=script)
             refuse(['--final-seeds'], 'compare', *flags, '--final-seeds', '1', script=script)
-            with unittest.mock.patch('torch.cuda.is_available', lambda: False):
+            with patch('torch.cuda.is_available', lambda: False):
                 refuse(['CUDA'], *flags, '--device', 'cuda', script=script)
-            with unittest.mock.patch.object(script, 'WORLD', 2):
+            with patch.object(script, 'WORLD', 2):
                 refuse(['--batch-size 3', '2 processes'], '--batch-size', 3, script=script)
             file = done(*flags, script=script)['folder'] / 'ckpt.pt'
             saved = {path: path.read_bytes() for path in file.parent.glob('*.pt')}
-            with unittest.mock.patch('os.fsync', side_effect=OSError('No space left on device')):
+            with patch('os.fsync', side_effect=OSError('No space left on device')):
                 refuse(['No space left on device'], *flags, '--fresh', script=script)
             assert all(path.read_bytes() == before for path, before in saved.items())
-            for damage in (b'', file.read_bytes()[:-100]):
+            torch.save(dict(model=Trap()), path / 'trap.pt')
+            for damage in (b'', file.read_bytes()[:-100], (path / 'trap.pt').read_bytes()):
                 file.write_bytes(damage)
                 refuse(['ckpt.pt'], *flags, script=script)
-                assert file.read_bytes() == damage
+                assert file.read_bytes() == damage and not os.path.exists('trapped')
             full = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')
-            with unittest.mock.patch.object(script, 'loss_of', side_effect=full):
+            with patch.object(script, 'loss_of', side_effect=full):
                 refuse(['out of memory', '--batch-size'], *flags, '--fresh', script=script)
-
-class Trap:
-    """Unpickled it would make a folder."""
-    def __reduce__(self):
-        return os.mkdir, ('trapped',)
-
-def test_checkpoints_run_no_code():
-    with folder() as path:
-        torch.save(dict(model=Trap()), path / 'trap.pt')
-        refuse(['trap.pt'], *tiny(gpt, path, '--init', path / 'trap.pt'))
-        assert not os.path.exists('trapped')
 
 def test_texts_retrain_nothing():
     """A comment, a docstring, another variant: the same run. A formula, a setting: another."""
     def name(before='', after='', **settings):
         text = source(gpt)
         assert before in text
-        with unittest.mock.patch.object(gpt, 'SOURCE', text.replace(before, after, 1)):
+        with patch.object(gpt, 'SOURCE', text.replace(before, after, 1)):
             return gpt.run_folder(gpt.Config(**settings))
     row = "    'belief': lambda"
     assert name() == name('# ------', '# a comment\n# ------')
@@ -1983,7 +1976,7 @@ def fake(figure):
         log = [dict(step=0, seconds=0.0, val_loss=9.0, loss=9.0),
                dict(step=c.max_iters, seconds=1.0, val_loss=value, loss=value)]
         yield c.max_iters, torch.nn.Linear(2, 2), log
-    return unittest.mock.patch.object(gpt, 'train', train)
+    return patch.object(gpt, 'train', train)
 
 def test_compare_at_best():
     """Each at its best rate: one run diverges, one best lies at the end, both are said."""
@@ -2003,7 +1996,7 @@ def test_compare_at_best():
         close(rows[1]['diff'], -0.02, 1e-6)
         assert 'seeds 5,6,7' in out and 'belief 8e-3, seed 1 counts as worst' in out
         assert out.count('at the end of the range') == 1
-        with unittest.mock.patch.object(gpt, 'BETTER', max):
+        with patch.object(gpt, 'BETTER', max):
             rows = done(*flags, '--best', 'learning_rate')
         assert [row['case'] for row in rows] == ['softmax 1e-3', 'belief 4e-3']
 
@@ -2045,7 +2038,7 @@ def test_bench():
 def test_data_of_a_preset():
     """A recipe without its data says so, and runs on what is built in."""
     out = io.StringIO()
-    with unittest.mock.patch('pathlib.Path.exists', lambda path: False):
+    with patch('pathlib.Path.exists', lambda path: False):
         with contextlib.redirect_stdout(out):
             _, c = gpt.parse(['--preset', 'owt-124m'])
     assert c.data == 'builtin' and 'python prepare_data.py' in out.getvalue()
@@ -2058,7 +2051,7 @@ def test_the_last_run_is_trains():
         run('inspect', *tiny(gpt, path, '--seed', 3))
         run('compare', *tiny(gpt, path, '--over', 'gamma=2', '--seeds', '4'))
         assert str(trained) in run('sample', *tiny(gpt, path))[1]
-        with unittest.mock.patch.object(gpt.GPT, 'load_state_dict', side_effect=RuntimeError):
+        with patch.object(gpt.GPT, 'load_state_dict', side_effect=RuntimeError):
             refuse(['does not fit', 'train again'], 'sample', *tiny(gpt, path))
 
 @unittest.skipUnless(torch.cuda.is_available(), 'no CUDA GPU is here')
