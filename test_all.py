@@ -274,7 +274,7 @@ def test_gamma():
             c = script.Config(attention=name, zero_diag=zero_diag)
             assert script.default_gamma(c) == gamma
         for name, gamma in (('attentionx', 0.99), ('attentionx-v1', 1.01)):
-            refuse(['--gamma'], '--attention', name, '--gamma', gamma, script=script)
+            refuse(['--gamma'], *SHORT, '--attention', name, '--gamma', gamma, script=script)
 
 def test_gpt_causality_and_cache():
     """A change at token 7 shows only after it; neither cache nor dropout changes what it writes."""
