@@ -806,6 +806,19 @@ def test_detr_lasso_reference():
             want = slow_lasso(Q, K, penalty, e, positive, i if own else None)
             close(x[0, head, i], torch.from_numpy(want), 1e-6)
 
+@wants('sklearn')
+def test_detr_elastic_net_of_scikit_learn():
+    from sklearn.linear_model import ElasticNet
+    q, k = tokens(1, 50)
+    for options in OPTIONS:
+        penalty, _, e = detr.scales(q, k, False, 0.1, 0.2, **options)
+        x = detr.lasso(q, k, False, 0.1, 0.2, 4000, **options)
+        l1, l2 = float(penalty[0, 1, 0]) / 64, float(e[0, 1]) / 32  # it has means over 32 channels
+        net = ElasticNet(l1 + l2, l1_ratio=l1 / (l1 + l2), fit_intercept=False, tol=1e-14,
+                         max_iter=10**6, positive=options['positive'])
+        want = net.fit(k[0, 1].T.numpy(), q[0, 1, 0].numpy()).coef_
+        close(x[0, 1, 0], torch.from_numpy(want), 1e-6)
+
 def test_detr_iterations():
     """The default ones are enough, and over-relaxation pays."""
     q, k = tokens(10, 100)
