@@ -757,7 +757,7 @@ def pick_device(c):
 def save_checkpoint(path, state):
     """Write beside it, then rename: whenever it is killed, a whole file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # of a full disk itself torch.save speaks in riddles
+    buffer = io.BytesIO()  # a full disk makes torch.save raise what is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
     part.write_bytes(buffer.getvalue())
