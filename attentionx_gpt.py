@@ -978,7 +978,7 @@ def report(c, model, log):
     data, loss, bits = load_data(c), log[-1]['val_loss'], ''
     if data.val_bytes:  # comparable across tokenizers
         bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
-    print(f'result: validation loss {loss:.3f} nats per token{bits}\n'
+    print(f'result  validation loss {loss:.3f} nats per token{bits}\n'
           f'        counting pairs of tokens gives {bigram_loss(data):.3f} nats')
     complete(c, model)
 

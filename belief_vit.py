@@ -10,7 +10,7 @@ what it did not know already; AttentionX passes on V less MH. (Why: see attentio
 
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
-    SA   G. Zhang, SET-Adam, arXiv 2302.01029: the optimizer that the three name
+    SA   G. Zhang, SET-Adam, arXiv 2302.01029: the optimiser that the three name
 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
@@ -36,9 +36,9 @@ steps, 154,030 parameters, one seed). Given again, a command goes on where it wa
 
 vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
 efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
-unused parameters, and with position embeddings that the optimizer does not lose.
+unused parameters, and with position embeddings that the optimiser does not lose.
 
-Lines 1-819 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-818 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -151,9 +151,9 @@ class Config:
     first_size: int = 0            # pixels images have at first; 0: image_size
     # training
     seed: int = 1337               # of weights, batches and dropout
-    max_iters: int = 563           # optimizer steps: 5 epochs of 7,200 drawn shapes
+    max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
     batch_size: int = 64           # images in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches in an optimizer step
+    grad_accum_steps: int = 1      # batches in an optimiser step
     optimizer: str = 'adamw'       # adamw, or set-adam, the papers'
     learning_rate: float = 4e-3    # at its peak
     min_lr: float = 0.0            # where the cosine ends, times learning_rate
@@ -192,10 +192,9 @@ class Config:
             if getattr(self, name) is None:
                 setattr(self, name, size)
         gamma = default_gamma(self)
-        if self.attention == 'attentionx' and not gamma >= 1:
-            fail(f'--gamma {gamma:g}: attentionx takes 1 or more, attentionx-v1 less')
-        if self.attention == 'attentionx-v1' and not 0 < gamma <= 1:
-            fail(f'--gamma {gamma:g}: attentionx-v1 takes (0, 1], attentionx 1 or more')
+        fits = {'attentionx': gamma >= 1, 'attentionx-v1': 0 < gamma <= 1}
+        if not fits.get(self.attention, True):
+            fail(f'--gamma {gamma:g}: attentionx takes 1 or more, attentionx-v1 (0, 1]')
         if self.image_size % self.patch_size or self.first_size % self.patch_size:
             fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
         if self.batch_size % WORLD:
@@ -423,7 +422,7 @@ class SETAdam(torch.optim.Optimizer):
         c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one stands out
         w = sqrt(c v / (1 - beta2^t) + eps)     smaller than Adam's: larger steps
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          tau = 0.5 is a [choice]
-    A tensor is what PyTorch holds as one: another packing of q, k and v is another optimizer.
+    A tensor is what PyTorch holds as one: another packing of q, k and v is another optimiser.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))

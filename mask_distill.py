@@ -31,7 +31,7 @@ cosine 0.977; these pass 2 of 4 (644,224 parameters, one seed, 174 seconds of on
 
 Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-725 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-724 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -464,15 +464,14 @@ def stream(name, *numbers):
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 def read_text(c):
-    """Text to train on, and text to validate on: every tenth file, or the last tenth of one."""
+    """Two texts, to train and to validate on: every tenth file, or the last tenth of one file."""
     if c.data == 'builtin':
         files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
-        texts = [file.read_text('utf-8', errors='replace') for file in files]
-        val = ''.join(texts[9::10])
-        del texts[9::10]
-        return ''.join(texts), val
+        texts = [f.read_text('utf-8', errors='replace') for f in files]
+        train = [text for i, text in enumerate(texts) if i % 10 < 9]
+        return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
-        fail(f'--data {c.data}: no such file; python prepare_data.py --list names what there is')
+        fail(f'--data {c.data}: no such file; python prepare_data.py lists what there is')
     text = Path(c.data).read_text('utf-8-sig', errors='replace')
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
@@ -1312,7 +1311,7 @@ def report(c, model, log):
         print(f'{case:14}' + ''.join(f'{word:>17}' for word in words))
     advice = '' if figures['passed'] == 4 else (
         '; at the defaults --masks window:96+sinks:4 passes all, with 95 %')
-    print(f'result: {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
+    print(f'result  {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
           f'accuracy; {figures["passed"]} of 4 criteria pass{advice}')
     side_by_side(c, model, data.teacher, PROMPTS[:2])
     return rows
