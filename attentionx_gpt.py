@@ -97,7 +97,7 @@ def orthogonal(mh, v, dims):
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
-    # of that token alone: with a cache, sampling has no other V
+    # (a row may use only the token's own MH and V: with a cache, sampling has no other V)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
@@ -157,7 +157,7 @@ class Config:
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 640           # validation windows, the same ones every time
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: from here on nothing makes it another run, so the same command may change it
+    # machine: what follows may change when a run goes on
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
@@ -193,7 +193,7 @@ class Config:
 
     @property
     def variant(self):
-        return self.attention + '-zd' * self.zero_diag
+        return self.attention + ('-zd' if self.zero_diag else '')
 
     @property
     def units_per_step(self):
@@ -354,7 +354,7 @@ class GPT(nn.Module):
         """idx, targets (B, T) -> logits (B, T, V), loss in nats per token, over targets >= 0.
 
         Without targets: logits of the last position (B, 1, V), and None. More than LOGITS of them
-        would fill the memory: then None, and the loss, in chunks made again in the backward pass.
+        would fill the memory: then None, and a loss whose chunks the backward pass makes again.
         """
         x = self.embed(idx, cache[0]['k'].size(1) if cache and cache[0] else 0)
         for i, block in enumerate(self.transformer.h):
@@ -577,7 +577,7 @@ def train(c, folder=None):
             if done:  # outside autocast, which would keep the casts of other weights
                 row.update(finish(model, data, c, device, folder))
             print(f'{line}: {show(row)}', flush=True)
-        if new and due or halt or time.time() - kept > 300:
+        if (new and due) or halt or time.time() - kept > 300:
             keep('ckpt.pt')
             kept = time.time()
         yield step, model, log
@@ -610,8 +610,8 @@ def train(c, folder=None):
         if WORLD > 1:
             dist.all_reduce(figures)
         loss, halt = figures.tolist()
-        overflow = scaler.get_scale() > 1  # float16's first gradients may: such a step is skipped
-        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
+        if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
         scaler.step(optimizer)
         scaler.update()
@@ -684,7 +684,7 @@ def draw(path, logs, panels):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return print(f'no {path.name}: pictures want `pip install matplotlib`')
+        return print(f'no {path.name}: pictures need `pip install matplotlib`')
     across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
     picture = Figure(figsize=(5 * across, 4 * down), layout='tight')
     for i, (x, y) in enumerate(panels):
@@ -762,13 +762,13 @@ def cases_of(c):
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
     for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # that one last
         field, _, values = spec.partition('=')
-        field, new = field.replace('-', '_'), {}
+        new = {}
         for name, case in cases.items():
             for text in values.split(','):
                 try:
                     value = text.lower() == 'true' if types[field] is bool else types[field](text)
                 except (KeyError, ValueError):
-                    fail(f'--over {spec}: wants FIELD=A,B, a field of --help and its values')
+                    fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
                 new[f'{name} {text}'.strip()] = {**case, field: value}
         cases = new
     return {name: replace(c, **case) for name, case in cases.items()}
@@ -880,7 +880,7 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time steps of the training loop, and a forward pass, in turn: noise meets all alike."""
+    """Time steps of training, and forward passes, of all cases in turn: noise hits all alike."""
     device, dtype = pick_device(c)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
@@ -890,7 +890,7 @@ def bench(c):
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
         # settings with which a step is nothing but a step
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
-                                    eval_interval=10**9, log_interval=10**9))
+                                    eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
     for _ in range(c.rounds + 2):  # two to warm up
         for name, loop in loops.items():
@@ -933,7 +933,7 @@ def parse(argv):
     print(f'preset  {preset}; by default t4 on a CUDA GPU, else tiny, as in README.md')
     c = Config(**{**PRESETS[preset], **given})
     if 'data' not in given and c.data != 'builtin' and not Path('data', c.data).exists():
-        print(f'note    built-in data: python prepare_data.py {c.data} gets what {preset} wants')
+        print(f'note    no data/{c.data}, so built-in data; python prepare_data.py has a list')
         c = replace(c, data='builtin')
     return action, c
 

@@ -127,7 +127,7 @@ class Config:
     # the papers' method
     attention: str = 'belief'      # a name in ATTENTION: what reaches the output projection
     gamma: float = None            # default: 0.5 for v1; others 1 with zero_diag, 3 without
-    zero_diag: bool = None         # a token does not attend to itself; default: tiny, vit-small
+    zero_diag: bool = None         # a token does not attend to itself; default: in tiny, vit-small
     # model
     model: str = 'tiny'            # a name in MODELS, which has the sizes that are not given here
     image_size: int = None         # pixels, of the side of a square
@@ -138,7 +138,7 @@ class Config:
     head_size: int = None          # channels of a head
     mlp_dim: int = None            # hidden channels of the feed-forward network
     dropout: float = None
-    drop_path: float = 0.0         # probability to skip a branch of the last block; 0 in the first
+    drop_path: float = 0.0         # chance to leave out a branch, in the last block; 0 in the first
     num_classes: int = 0           # at least as many as the data has
     classes: list = ()             # their names; the data know them
     init: str = ''                 # file with weights to start from: a checkpoint of DeiT, say
@@ -166,7 +166,7 @@ class Config:
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0: all there are
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: from here on nothing makes it another run, so the same command may change it
+    # machine: what follows may change when a run goes on
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
@@ -208,7 +208,7 @@ class Config:
 
     @property
     def variant(self):
-        return f'{self.model}-{self.attention}' + '-zd' * self.zero_diag
+        return f'{self.model}-{self.attention}' + ('-zd' if self.zero_diag else '')
 
     @property
     def units_per_step(self):
@@ -463,7 +463,7 @@ def load_data(c):
     elif folder.is_dir():
         train, test, classes = load_photos(folder)
     else:
-        fail(f'--data {c.data}: no such folder. python prepare_data.py {c.data}; --data builtin')
+        fail(f'--data {c.data}: no such folder; python prepare_data.py lists what there is')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
@@ -501,7 +501,7 @@ def operations():
     try:
         from PIL import Image, ImageDraw, ImageEnhance, ImageOps
     except ImportError:
-        raise OSError('--randaugment wants `pip install pillow`')
+        raise ImportError('--randaugment needs `pip install pillow`')
 
     def affine(x, *matrix):  # the result's (x, y) is the image's (ax + by + c, dx + ey + f)
         return x.transform(x.size, Image.AFFINE, matrix)
@@ -577,8 +577,8 @@ def erase(images, rng):
     return images
 
 def mix(images, rng):
-    """Mixup or cutmix, as likely, of images (B, 3, H, W) with themselves in reverse -> images, and
-    the share in each that is of the one in its place."""
+    """Mixup or cutmix, as likely, of images (B, 3, H, W) and the batch in reverse -> images, and
+    the share of each that is its own."""
     other = images.flip(0)
     if rng.random() < 0.5:
         share = rng.beta(0.8, 0.8)
@@ -635,17 +635,17 @@ def begin_batch(data, c, step, micro):
     chance = stream('chance', c.seed, step).random((c.units_per_step, DRAWS))[rows]
     places = range(begin, begin + c.units_per_step)[rows]
     index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
-    photos = [data.threads.submit(augment, images[i], row, c.randaugment, size)
-              for i, row in zip(index, chance)]
-    return photos, torch.from_numpy(labels[index]), size
+    futures = [data.threads.submit(augment, images[i], row, c.randaugment, size)
+               for i, row in zip(index, chance)]
+    return futures, torch.from_numpy(labels[index]), size
 
 def get_batch(data, c, step, micro, device):
     """Images (B, 3, size, size), labels (B,), and the share of an image that is not mixed in."""
     for s in (step, step + 1):  # threads begin with the next step's already
         if (s, micro) not in data.ahead:
             data.ahead[s, micro] = begin_batch(data, c, s, micro)
-    photos, labels, size = data.ahead.pop((step, micro))
-    images = torch.from_numpy(np.stack([photo.result() for photo in photos]))
+    futures, labels, size = data.ahead.pop((step, micro))
+    images = torch.from_numpy(np.stack([future.result() for future in futures]))
     images, share = normalise(images.to(device), size, c), 1.0
     if c.mix:  # pairs images of one process: here it matters how many there are
         rng = stream('mix', c.seed, step, micro, RANK)
@@ -772,7 +772,7 @@ def train(c, folder=None):
             if done:  # outside autocast, which would keep the casts of other weights
                 row.update(finish(model, data, c, device, folder))
             print(f'{line}: {show(row)}', flush=True)
-        if new and due or halt or time.time() - kept > 300:
+        if (new and due) or halt or time.time() - kept > 300:
             keep('ckpt.pt')
             kept = time.time()
         yield step, model, log
@@ -805,8 +805,8 @@ def train(c, folder=None):
         if WORLD > 1:
             dist.all_reduce(figures)
         loss, halt = figures.tolist()
-        overflow = scaler.get_scale() > 1  # float16's first gradients may: such a step is skipped
-        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
+        if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
         scaler.step(optimizer)
         scaler.update()
@@ -879,7 +879,7 @@ def draw(path, logs, panels):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return print(f'no {path.name}: pictures want `pip install matplotlib`')
+        return print(f'no {path.name}: pictures need `pip install matplotlib`')
     across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
     picture = Figure(figsize=(5 * across, 4 * down), layout='tight')
     for i, (x, y) in enumerate(panels):
@@ -957,13 +957,13 @@ def cases_of(c):
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
     for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # that one last
         field, _, values = spec.partition('=')
-        field, new = field.replace('-', '_'), {}
+        new = {}
         for name, case in cases.items():
             for text in values.split(','):
                 try:
                     value = text.lower() == 'true' if types[field] is bool else types[field](text)
                 except (KeyError, ValueError):
-                    fail(f'--over {spec}: wants FIELD=A,B, a field of --help and its values')
+                    fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
                 new[f'{name} {text}'.strip()] = {**case, field: value}
         cases = new
     return {name: replace(c, **case) for name, case in cases.items()}
@@ -1075,7 +1075,7 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time steps of the training loop, and a forward pass, in turn: noise meets all alike."""
+    """Time steps of training, and forward passes, of all cases in turn: noise hits all alike."""
     device, dtype = pick_device(c)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
@@ -1085,7 +1085,7 @@ def bench(c):
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
         # settings with which a step is nothing but a step
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
-                                    eval_interval=10**9, log_interval=10**9))
+                                    eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
     for _ in range(c.rounds + 2):  # two to warm up
         for name, loop in loops.items():
@@ -1128,7 +1128,7 @@ def parse(argv):
     print(f'preset  {preset}; by default t4 on a CUDA GPU, else tiny, as in README.md')
     c = Config(**{**PRESETS[preset], **given})
     if 'data' not in given and c.data != 'builtin' and not Path('data', c.data).exists():
-        print(f'note    built-in data: python prepare_data.py {c.data} gets what {preset} wants')
+        print(f'note    no data/{c.data}, so built-in data; python prepare_data.py has a list')
         c = replace(c, data='builtin')
     return action, c
 
@@ -1214,7 +1214,7 @@ def load_arrays(folder):
             if images.dtype != np.uint8 or images.shape[:2] != (len(labels), 3):
                 raise ValueError(f'images are {images.dtype} {images.shape}')
         except Exception as error:  # numpy and zipfile raise half a dozen kinds
-            fail(f'{path} wants images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
+            fail(f'{path} needs images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
         parts[path.stem] = images, labels
     classes = [str(i) for i in range(parts['train'][1].max() + 1)]
     if (folder / 'meta.json').exists():
@@ -1226,12 +1226,14 @@ def load_photos(folder):
     root = folder / 'train' if (folder / 'train').is_dir() else folder
     classes = sorted(path.name for path in root.iterdir() if path.is_dir())
     if len(classes) < 2:
-        fail(f'{folder}: wants train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
+        fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
     def photos(root):
         found = [(str(path), label) for label, name in enumerate(classes)
                  for path in sorted((root / name).rglob('*.*'))
                  if path.suffix.lower() in ('.jpg', '.jpeg', '.png', '.bmp', '.webp')]
-        paths, labels = zip(*found or fail(f'{root} has no photos in its folders'))
+        if not found:
+            fail(f'{root} has no photos in its folders')
+        paths, labels = zip(*found)
         return np.array(paths), np.array(labels)
     test = photos(folder / 'val') if root != folder and (folder / 'val').is_dir() else None
     return photos(root), test, classes
@@ -1244,7 +1246,7 @@ def read_photo(path, size, chance=None):
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file).convert('RGB')
     except ImportError:
-        raise OSError('photos want `pip install pillow`')
+        raise ImportError('photos need `pip install pillow`')
     except OSError as error:
         raise OSError(f'{path} is no photo: {error}')
     width, height = image.size
@@ -1295,9 +1297,11 @@ def report(c, model, log):
 @torch.no_grad()
 def predict(c):
     """The classes that train's last run, or --run, finds likeliest in each of --images."""
+    if not c.images:
+        fail('predict needs --images PHOTO')
     run, model = load_run(c)
     answers = []
-    for image in c.images or fail('predict wants --images PHOTO'):
+    for image in c.images:
         photo = torch.tensor(read_photo(image, run.image_size))[None]       # (1, 3, H, W)
         x = normalise(photo.to(model.head.weight.device), run.image_size, run)
         chances = model(x)[0, :len(run.classes)].softmax(-1)

@@ -80,6 +80,8 @@ def fetch(url, part, size):
     have = part.stat().st_size if part.exists() else 0
     headers = dict(HEADERS, Range=f'bytes={have}-') if have else HEADERS
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
+        if answer.headers.get('Content-Range') == f'bytes */{have}':
+            return  # all of it has come before
         if answer.status_code == 416:  # past the end: a part of something else
             part.unlink(missing_ok=True)
         answer.raise_for_status()
@@ -163,7 +165,7 @@ def write_bins(stream, out, encoder, end=()):
                 size[split] += len(text.encode())
             tell(f'encoded ({encoder.name}): {sum(size.values()) / 1e6:,.1f} MB')
     if min(tokens.values()) < 2:
-        raise ValueError(f'{tokens} tokens are fewer than 2: it wants a longer text')
+        raise ValueError(f'{tokens} tokens are fewer than 2: it needs a longer text')
     return {'tokenizer': encoder.name, 'vocab_size': encoder.n_vocab, 'tokens': tokens,
             'bytes': size}
 
@@ -430,21 +432,20 @@ def prepare(args):
     return meta
 
 def parse(argv):
-    """argv -> arguments, checked; None for --list."""
+    """argv -> arguments, checked; None without a dataset."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.error = fail
     add = p.add_argument
     add('dataset', metavar='NAME', nargs='?', choices=DATASETS)
     add('file', metavar='FILE', nargs='?', type=Path, help='with NAME text')
-    add('--list', action='store_true')
     add('--tokenizer', choices=['gpt2', 'bytes'], help='of text; default: gpt2')
     add('--parts', type=int, default=1, help='of coco, openwebtext, fineweb')
     add('--from', dest='local', type=Path, help='file, or folder, in place of downloads')
     add('--no-verify', dest='verify', action='store_false', help='whatever size or hash')
     add('--data-dir', type=Path, default='data')
     args = p.parse_intermixed_args(argv)
-    if args.list or not args.dataset:
+    if not args.dataset:
         return None
     if (args.dataset == 'text') != (args.file is not None):
         fail('`text` takes a FILE of yours, others --from FILE')

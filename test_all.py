@@ -1575,7 +1575,9 @@ def serving(body, cuts=0):
             wanted = self.headers.get('Range')  # bytes=N-
             log.append(wanted)
             rest = body[int(wanted[6:-1]):] if wanted else body
-            self.send_response(206 if wanted else 200)
+            self.send_response(206 if wanted and rest else 200 if rest else 416)
+            if not rest:
+                self.send_header('Content-Range', f'bytes */{len(body)}')
             self.send_header('Content-Length', str(len(rest)))
             self.end_headers()
             self.wfile.write(rest[:len(rest) // 2] if len(log) <= cuts else rest)
@@ -1617,10 +1619,13 @@ def test_prep_downloads():
             with patch.dict(prepare_data.DATASETS, {name: row}):
                 return run(name, '--data-dir', path, script=prepare_data)
         with serving(body, cuts=2) as (url, log):
+            file = path / 'weights/gpt2/model.safetensors'
             for _ in range(2):  # the second time there is nothing left to do
                 assert get('gpt2', url)[0] == 0
-            assert content(path / 'weights/gpt2/model.safetensors') == body
             assert len(log) == 3 and log[0] is None and 'bytes=0-' < log[1] < log[2]
+            file.rename(f'{file}.part')  # stopped when all had come, before it was checked
+            assert get('gpt2', url)[0] == 0
+            assert content(file) == body and len(log) == 4
         with serving(body[:-1] + b'?') as (bad, log), serving(body) as (good, _):
             code, _, err, _ = get('resnet50', bad)
             assert code == 2 and digest[7:] in err and len(log) == 1
