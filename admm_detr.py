@@ -1565,7 +1565,7 @@ def draw_images(path, panels, c):
             colour = f'C{label % 10}'
             axis.plot([x0, x1, x1, x0, x0], [y0, y0, y1, y1, y0], colour)
             axis.text(x0, y0, f'{c.classes[label]} {score:.2f}', color='white', fontsize=8,
-                      backgroundcolor=colour)
+                      bbox=dict(color=colour, pad=1))
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path)
     print(f'picture {path}')
