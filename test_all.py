@@ -1,6 +1,6 @@
 """Every test of the repository, on CPU and, where there is one, on a GPU.
 
-    python test_all.py                 # all of them, two minutes
+    python test_all.py                 # all of them, two or three minutes
     python test_all.py belief resume   # those with one of these words in their name
     python test_all.py --soak          # kills and full disks by the dozen instead, ten minutes
     pytest test_all.py                 # the same tests, if you have pytest
