@@ -1525,6 +1525,10 @@ def test_mask_mistakes():
     refuse(['--n-head'], '--n-head', 3, script=mask)
     with folder() as path:
         refuse(['block-size'], *tiny(mask, path), '--block-size', 5000, script=mask)
+        foreign = mask.GPT2(mask.Config(stage='teacher', vocab_size=65))
+        mask.save_checkpoint(path / 'foreign.pt', dict(
+            config=dataclasses.asdict(foreign.config), model=foreign.state_dict()))
+        refuse(['65 tokens'], *tiny(mask, path), '--init', path / 'foreign.pt', script=mask)
 
 def test_mask_facts_of_the_report():
     """1,000 samples of 512 tokens, 100 epochs, L1; its prompts and criteria."""
