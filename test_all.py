@@ -883,7 +883,7 @@ def test_detr_padding_and_precision():
         for p in module.parameters():
             torch.nn.init.uniform_(p, -0.5, 0.5)
         want = module(q, k, k)
-        close(module(q, padded, padded, padding), want, 1e-5)
+        close(module(q, padded, padded, padding), want, 1e-4)
         if name in EXACT:
             over_values = dataclasses.replace(c, solve_over='value')
             close(detr.MultiheadAttention(over_values, name)(q, 0 * k, k), want, 1e-5)
@@ -893,7 +893,7 @@ def test_detr_padding_and_precision():
                 close(module(q, k, k), want, 1e-6)
         else:  # the formula makes the same sum as the fused kernel
             _, y = module.coefficients(*module.heads(q, padded, padded), padding)
-            close(module.out_proj(y.transpose(1, 2).flatten(2)), want, 1e-5)
+            close(module.out_proj(y.transpose(1, 2).flatten(2)), want, 1e-4)
 
 def test_detr_l2():
     """Ridge regression solved as it is defined; with `own`, without the query's token."""
