@@ -183,7 +183,7 @@ def sharpen(x, power=5):
         return x
     largest = x.detach().abs().amax(-1, keepdim=True)
     y = (x / largest.clamp_min(1e-6)) ** power
-    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # 1 or more, unless x is tiny
+    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # not 1, the sum of one entry alone
 
 def dictionary(k, padding, c):
     """The tokens to solve over: zeros for padding, which get no weight; less their mean if
