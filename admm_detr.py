@@ -95,7 +95,7 @@ def scales(q, k, own=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
     At sparsity 1, lambda = 2 max |K q|, nothing is left of x; a rho or ridge of 1 is the mean
     eigenvalue of K^T K. So a solution changes with the lengths of q and k by a factor alone.
     """
-    products = without_own(q @ k.mT, own)                                   # (B, nh, Q, N)
+    products = without_own(q @ k.mT, own)  # (B, nh, Q, N)
     products = F.relu(products) if positive else products.abs()
     largest = products.amax(-1, keepdim=True)
     mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
@@ -120,11 +120,11 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     """
     penalty, rho, e = scales(q, k, own, sparsity, rho, ridge, positive)
     # (3b) has a threshold for each query, F.softshrink one for all: so x is measured in units of it
-    unit = penalty / (2 * rho)                                              # (B, nh, Q, 1)
+    unit = penalty / (2 * rho)  # (B, nh, Q, 1)
     q = q / torch.where(unit > 0, unit, 1)
     if vanilla:
         eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-        inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]              # (B, nh, N, N)
+        inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]  # (B, nh, N, N)
         products = q @ k.mT
     else:
         P = regression(k, rho)
@@ -133,7 +133,7 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
         z = F.relu(v - 1) if positive else F.softshrink(v, 1.0)
         return without_own(z / (1 + e / rho), own)
 
-    z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))                      # (B, nh, Q, N)
+    z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
     for _ in range(iterations):
         w = z - u
         # (3a): argmin ||q - x^T K||^2 + rho ||x - w||^2
@@ -141,7 +141,7 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
             x = (products + rho * w) @ inverse
         else:
             x = w + (q - w @ k) @ P  # the same: ridge regression of what w leaves over
-        v = torch.add(v, x - z, alpha=relax)                                # x + u if relax is 1
+        v = torch.add(v, x - z, alpha=relax)  # x + u if relax is 1
         z = shrink(v)
         u = v - z  # (3c): the running sum of x - z, what the constraint x = z costs
     return z * unit
@@ -154,24 +154,24 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
     D^1/2 where the spectrum is D, and no complement of the range of V.  [OA Eq. 3] [OA Eq. 4]
     """
     penalty, rho, _ = scales(q, k, own, sparsity, rho)
-    products = q @ k.mT                                                     # (B, nh, Q, N)
+    products = q @ k.mT  # (B, nh, Q, N)
     threshold = penalty / rho
     if vanilla:
         eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-        inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]              # (B, nh, N, N)
+        inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]  # (B, nh, N, N)
     else:
         # [choice] sigma: OA calls the jitter on K^T K small
         jitter = sigma * torch.rand(k.size(-1), generator=torch.Generator().manual_seed(1))
-        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))            # (B, nh, hs)
-        D = D.unsqueeze(-2)                                                 # (B, nh, 1, hs)
-        Y = k @ X / D.sqrt()                                                # (B, nh, N, hs)
+        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))  # (B, nh, hs)
+        D = D.unsqueeze(-2)  # (B, nh, 1, hs)
+        Y = k @ X / D.sqrt()  # (B, nh, N, hs)
     x = z = mu = torch.zeros_like(products)
     for _ in range(iterations):
-        new = products + rho * (x - z)                                      # (3a)
+        new = products + rho * (x - z)  # (3a)
         new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
-        new = without_own(new, own).clamp(-1, 1)                            # [choice] 1
-        z = x - mu - (x - mu).clamp(-threshold, threshold)                  # (3b), x of before
-        x, mu = new, mu + new - z                                           # (3c)
+        new = without_own(new, own).clamp(-1, 1)  # [choice] 1
+        z = x - mu - (x - mu).clamp(-threshold, threshold)  # (3b), x of before
+        x, mu = new, mu + new - z  # (3c)
     return x
 
 def sharpen(x, power=5):
@@ -190,13 +190,13 @@ def dictionary(k, padding, c):
     --centre; after them tokens of N(0, 1), the same every time.  [OA Sec. 3]"""
     if padding is None:
         padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
-    hidden = padding[:, None, :, None]                                      # (B, 1, N, 1)
+    hidden = padding[:, None, :, None]  # (B, 1, N, 1)
     k = k.masked_fill(hidden, 0)
     if c.centre:
         mean = k.sum(2, keepdim=True) / (~hidden).sum(2, keepdim=True)
         k = (k - mean).masked_fill(hidden, 0)
     extra = torch.randn(c.random_tokens, k.size(-1), generator=torch.Generator().manual_seed(0))
-    extra = extra.to(k).expand(*k.shape[:2], -1, -1)                        # (B, nh, n, hs)
+    extra = extra.to(k).expand(*k.shape[:2], -1, -1)  # (B, nh, n, hs)
     return torch.cat([k, extra], dim=2)
 
 def softmax(q, k, padding, own, c):
@@ -214,8 +214,8 @@ def l2(q, k, padding, own, c):
     P = regression(k, rho)
     x = q @ P
     if own:  # the best x with x_ii = 0 moves along row i of rho (K K^T + rho I)^-1 = I - K P
-        row = torch.eye(*x.shape[-2:], device=x.device) - k[:, :, :N] @ P   # (B, nh, Q, N)
-        share = x.diagonal(0, -2, -1) / row.diagonal(0, -2, -1)             # (B, nh, Q)
+        row = torch.eye(*x.shape[-2:], device=x.device) - k[:, :, :N] @ P  # (B, nh, Q, N)
+        share = x.diagonal(0, -2, -1) / row.diagonal(0, -2, -1)  # (B, nh, Q)
         x = without_own(x - share[..., None] * row, own)
     return sharpen(x, c.power)[..., :N]
 
@@ -384,7 +384,7 @@ class MultiheadAttention(nn.Module):
         self.config, self.kind, self.own = c, kind, own
         self.solves = kind not in ('softmax', 'no-weights')
         if kind == 'softmax':
-            self.in_proj_weight = nn.Parameter(torch.empty(3 * C, C))       # W_q, W_k, W_v
+            self.in_proj_weight = nn.Parameter(torch.empty(3 * C, C))  # W_q, W_k, W_v
             self.in_proj_bias = nn.Parameter(torch.empty(3 * C))
         self.out_proj = nn.Linear(C, C) if kind == 'softmax' or c.out_proj else nn.Identity()
 
@@ -408,14 +408,14 @@ class MultiheadAttention(nn.Module):
         c = self.config
         q, k, v = self.heads(q, k, v)
         if not self.solves:  # the fused kernel makes the same sum
-            mask = None if padding is None else ~padding[:, None, None]     # (B, 1, 1, N)
+            mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
             dropout = c.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
         elif c.recompute:  # q, k and v are all that waits for the backward pass
             _, y = checkpoint(self.coefficients, q, k, v, padding, use_reentrant=False)
         else:
             _, y = self.coefficients(q, k, v, padding)
-        return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))      # (B, Q, C)
+        return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))  # (B, Q, C)
 
 class EncoderLayer(nn.Module):
     def __init__(self, c, attention='softmax'):
@@ -471,9 +471,9 @@ def sine_positions(padding, channels):
     rate = 10000 ** -(torch.arange(channels // 4, device=padding.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
-        place = (~padding).cumsum(axis, dtype=torch.float32)                # (B, h, w)
+        place = (~padding).cumsum(axis, dtype=torch.float32)  # (B, h, w)
         place = 2 * math.pi * place / (place.amax(axis, keepdim=True) + 1e-6)
-        angle = place[..., None] * rate                                     # (B, h, w, C / 4)
+        angle = place[..., None] * rate  # (B, h, w, C / 4)
         parts.append(torch.stack([angle.sin(), angle.cos()], -1).flatten(3))
     return torch.cat(parts, -1).flatten(1, 2)
 
@@ -529,14 +529,14 @@ class DETR(nn.Module):
 
     def encode(self, images, mask=None):
         """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w)."""
-        x = self.input_proj(self.backbone[0]['body'](images))               # (B, C, h, w)
+        x = self.input_proj(self.backbone[0]['body'](images))  # (B, C, h, w)
         grid = x.shape[2:]
         padding = torch.zeros(len(x), *grid, dtype=torch.bool, device=x.device)
         if mask is not None:
-            padding = F.interpolate(mask[None].float(), grid)[0].bool()     # (B, h, w)
+            padding = F.interpolate(mask[None].float(), grid)[0].bool()  # (B, h, w)
         pos = sine_positions(padding, x.size(1)).to(x.dtype)
         padding = None if mask is None else padding.flatten(1)
-        x = x.flatten(2).transpose(1, 2)                                    # (B, h w, C)
+        x = x.flatten(2).transpose(1, 2)  # (B, h w, C)
         for layer in self.transformer.encoder['layers']:
             x = layer(x, pos, padding)
         return x, pos, padding, grid
@@ -548,12 +548,12 @@ class DETR(nn.Module):
         memory, pos, padding, _ = self.encode(images, mask)
         decoder = self.transformer.decoder
         query_pos = self.query_embed.weight
-        x = torch.zeros_like(query_pos).expand(len(images), -1, -1)         # (B, Q, C)
+        x = torch.zeros_like(query_pos).expand(len(images), -1, -1)  # (B, Q, C)
         outs = []
         for layer in decoder['layers']:
             x = layer(x, query_pos, memory, pos, padding)
             outs.append(decoder.norm(x))
-        x = torch.stack(outs).to(query_pos.dtype)                           # (L, B, Q, C)
+        x = torch.stack(outs).to(query_pos.dtype)  # (L, B, Q, C)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16's boxes are off by pixels
             logits = self.class_embed(x)
             boxes = self.bbox_embed(x).sigmoid()
@@ -590,9 +590,9 @@ def pair_up(logits, boxes, targets, c):
     logits (L, B, Q, K + 1), boxes (L, B, Q, 4) and targets, (labels, boxes) of each image ->
     indices of layer, image, query and object, the last one counted through the batch.
     """
-    labels, truth = (torch.cat(parts) for parts in zip(*targets))           # (T,), (T, 4)
-    boxes = boxes.unsqueeze(-2)                                             # (L, B, Q, 1, 4)
-    distance = (boxes - truth).abs().sum(-1)                                # (L, B, Q, T)
+    labels, truth = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
+    boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
+    distance = (boxes - truth).abs().sum(-1)  # (L, B, Q, T)
     giou = generalised_iou(corners(boxes), corners(truth))
     cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - logits.softmax(-1)[..., labels]
     cost = np.nan_to_num(cost.cpu().numpy())  # what is not finite shows in the loss
@@ -612,16 +612,16 @@ def set_loss(outputs, targets, c, weights, count):
     of it, that part's even share: so parts average to the whole.
     """
     layers = [outputs, *outputs['aux_outputs']]
-    logits = torch.stack([layer['pred_logits'] for layer in layers])        # (L, B, Q, K + 1)
-    boxes = torch.stack([layer['pred_boxes'] for layer in layers])          # (L, B, Q, 4)
-    labels, truth = (torch.cat(parts) for parts in zip(*targets))           # (T,), (T, 4)
+    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
+    boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
+    labels, truth = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
     layer, image, query, thing = pair_up(logits, boxes, targets, c)
     nothing = logits.size(-1) - 1
-    wanted = torch.full(logits.shape[:3], nothing, device=logits.device)    # (L, B, Q)
+    wanted = torch.full(logits.shape[:3], nothing, device=logits.device)  # (L, B, Q)
     wanted[layer, image, query] = labels[thing]
     weight = torch.where(wanted == nothing, c.eos_coef, 1.0)
     entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
-    mine, truth = boxes[layer, image, query], truth[thing]                  # (pairs, 4)
+    mine, truth = boxes[layer, image, query], truth[thing]  # (pairs, 4)
     loss_ce = (weight * entropy).sum() / weights
     loss_bbox = (mine - truth).abs().sum() / count
     loss_giou = (1 - generalised_iou(corners(mine), corners(truth))).sum() / count
@@ -632,7 +632,7 @@ def post_process(outputs, sizes):
     """Outputs and the (height, width) of each image -> for each image a list of (score, label,
     [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest."""
     scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)
-    boxes = corners(outputs['pred_boxes'])                                  # (B, Q, 4)
+    boxes = corners(outputs['pred_boxes'])  # (B, Q, 4)
     results = []
     for i, (h, w) in enumerate(sizes):
         pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
@@ -1265,7 +1265,7 @@ class Shapes:
         grid = (np.arange(self.side, dtype=np.float32) + 0.5) / self.side
         image = np.full((3, self.side, self.side), rng.uniform(0.2, 0.6), np.float32)  # grey
         for label, (cx, cy, w, h) in zip(plan.labels.tolist(), plan.boxes.tolist()):
-            x = (grid - cx) / w + 0.5                                       # 0 to 1 in the box
+            x = (grid - cx) / w + 0.5  # 0 to 1 in the box
             y = ((grid - cy) / h + 0.5)[:, None]
             ink = rng.permutation([0.1, rng.random(), 0.9])
             top = rng.uniform(0.2, 0.8)
@@ -1338,8 +1338,8 @@ def coco_ap(ground_truth, detections):
         rank[place] += 1
     areas = [note.get('area', note['bbox'][2] * note['bbox'][3]) for note in notes]
     crowds = [note.get('iscrowd') for note in notes]
-    precision = np.full((4, 10, len(classes), 101), -1.0)                   # (areas, IoUs, K, R)
-    recall = np.full((3, 4, 10, len(classes)), -1.0)                        # (at most, ...)
+    precision = np.full((4, 10, len(classes), 101), -1.0)  # (areas, IoUs, K, R)
+    recall = np.full((3, 4, 10, len(classes)), -1.0)  # (at most, ...)
     for a, (low, high) in enumerate(AREAS):
         counts = [low <= area <= high and not crowd for area, crowd in zip(areas, crowds)]
         for k, kind in enumerate(classes):
@@ -1350,7 +1350,7 @@ def coco_ap(ground_truth, detections):
                     recall[m, a, t, k] = right[ranks < most].sum() / wanted
                 tp = right.cumsum()
                 p = tp / (np.arange(1, len(tp) + 1) + np.spacing(1))
-                p = np.maximum.accumulate(p[::-1])[::-1]                    # never rises again
+                p = np.maximum.accumulate(p[::-1])[::-1]  # never rises again
                 reached = np.searchsorted(tp / wanted, np.linspace(0, 1, 101))
                 precision[a, t, k] = np.append(p, 0)[reached]  # 0 for what is never reached
     figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
@@ -1424,7 +1424,7 @@ class CocoFolder:
         side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
         if rng is not None:
             flip = rng.random() < 0.5
-            side = round(self.image_size * rng.integers(15, 26) / 25)       # 480, 512, ..., 800
+            side = round(self.image_size * rng.integers(15, 26) / 25)  # 480, 512, ..., 800
             if rng.random() < 0.5:
                 W, H = resized(w, h, rng.choice([400, 500, 600]))
                 w = rng.integers(min(384, W), min(600, W) + 1)
@@ -1436,7 +1436,7 @@ class CocoFolder:
         things = [note for note in notes if not note.get('iscrowd')]
         labels = np.array([note['category_id'] for note in things], dtype=np.int64)
         boxes = np.array([note['bbox'] for note in things], dtype=float).reshape(-1, 2, 2)
-        corner = np.stack([boxes[:, 0], boxes.sum(1)]) / whole              # (2, n, x y)
+        corner = np.stack([boxes[:, 0], boxes.sum(1)]) / whole  # (2, n, x y)
         first, last = ((corner - window[:2]) / (window[2:] - window[:2])).clip(0, 1)
         boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
         if flip:
@@ -1445,7 +1445,7 @@ class CocoFolder:
         return SimpleNamespace(
             image_id=image['id'], original=whole[::-1], notes=notes, window=window, flip=flip,
             path=self.photos / image['file_name'],
-            size=resized(w, h, side, 5 * self.image_size // 3),             # DETR's 1333 for 800
+            size=resized(w, h, side, 5 * self.image_size // 3),  # DETR's 1333 for 800
             labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
 
     def render(self, plan):
@@ -1465,7 +1465,7 @@ def read_photo(path, upright=False):
 def to_tensor(image, size, window=(0, 0, 1, 1)):
     """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
     window = np.multiply(window, (*image.size, *image.size))
-    x = np.asarray(image.resize(size, 2, tuple(window)), np.float32)        # 2: bilinear
+    x = np.asarray(image.resize(size, 2, tuple(window)), np.float32)  # 2: bilinear
     return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
 
 def load_coco(folder, image_size=800):
@@ -1656,7 +1656,7 @@ def diagnose(model, images, mask):
         q, k, v = module.heads(q, k, v)
         x, _ = module.coefficients(q, k, v, padding)
         nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1).float()
-        energy = torch.linalg.eigvalsh(k.mT @ k)                            # (B, nh, hs), rising
+        energy = torch.linalg.eigvalsh(k.mT @ k)  # (B, nh, hs), rising
         top = energy[..., -1] / energy.sum(-1)
         gap = math.nan
         if module.kind in ('admm', 'admm-vanilla'):
@@ -1684,7 +1684,7 @@ def inspect_run(c):
     grid = model.encode(batch, mask)[3]
     found = post_process(outputs, [image.shape[1:] for image in images])
     panels = []
-    for image, boxes, weights in zip(batch[:4], found, x.abs().mean(1)):    # weights (Q, N)
+    for image, boxes, weights in zip(batch[:4], found, x.abs().mean(1)):  # weights (Q, N)
         surest = sorted(zip(boxes, weights), key=lambda pair: pair[0], reverse=True)
         for box, weight in surest[:4]:
             light = F.interpolate(weight.view(1, 1, *grid), batch.shape[2:])[0, 0]

@@ -79,7 +79,7 @@ def multi_head(q, k, v, zero_diag=False):
     """MH = softmax(QK^T / sqrt(hs)) V, q, k, v (B, nh, T, hs) -> (B, T, nh, hs).  [BF Eq. 9]"""
     mask = None
     if zero_diag:  # a token attends only to the others
-        mask = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)     # (T, T)
+        mask = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)  # (T, T)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 def orthogonal(mh, v, dims):
@@ -254,7 +254,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, c.embed_dim, c.patch_size, c.patch_size)
 
     def forward(self, images):
-        return self.proj(images).flatten(2).mT                              # (B, h w, C)
+        return self.proj(images).flatten(2).mT  # (B, h w, C)
 
 class ShiftedPatchEmbed(nn.Module):
     """The same from patches of five images: the image, and moved a pixel in each direction."""
@@ -268,9 +268,9 @@ class ShiftedPatchEmbed(nn.Module):
     def forward(self, images):
         p = self.patch_size
         moves = (0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1)
-        x = torch.cat([F.pad(images, move) for move in moves], dim=1)       # (B, 15, H, W)
-        x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))                   # (B, 15, h, p, w, p)
-        x = x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)            # (B, h w, p p 15)
+        x = torch.cat([F.pad(images, move) for move in moves], dim=1)  # (B, 15, H, W)
+        x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 15, h, p, w, p)
+        x = x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, h w, p p 15)
         return self.proj(self.norm(x))
 
 class Attention(nn.Module):
@@ -280,9 +280,9 @@ class Attention(nn.Module):
         self.gamma = default_gamma(c)
         width = c.num_heads * c.head_size
         self.qkv = nn.Linear(c.embed_dim, 3 * width, bias=c.model == 'deit-small')
-        self.proj = nn.Linear(width, c.embed_dim)                           # W^o
+        self.proj = nn.Linear(width, c.embed_dim)  # W^o
         if c.attention == 'belief-star':
-            self.proj_s = nn.Linear(width, c.embed_dim, bias=False)         # W^s
+            self.proj_s = nn.Linear(width, c.embed_dim, bias=False)  # W^s
         if c.shifted:
             self.temperature = nn.Parameter(torch.tensor(math.log(c.head_size ** -0.5)))
         self.drop = nn.Dropout(c.dropout)
@@ -293,7 +293,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
         if c.shifted:  # a learned scale; the kernel's own, 1 / sqrt(hs), is undone
             q = q * self.temperature.exp() * c.head_size ** 0.5
-        by_head = [t.transpose(1, 2) for t in (q, k, v)]                    # (B, nh, T, hs)
+        by_head = [t.transpose(1, 2) for t in (q, k, v)]  # (B, nh, T, hs)
         return q, k, v, multi_head(*by_head, c.zero_diag)
 
     def forward(self, x):
@@ -324,9 +324,9 @@ class LocalMlp(nn.Module):
         self.fc2 = nn.Linear(c.mlp_dim, c.embed_dim, bias=False)
 
     def forward(self, x, grid):
-        x = F.hardswish(self.fc1(x[:, 1:])).mT.unflatten(2, grid)           # (B, D, h, w)
-        x = F.hardswish(self.conv(x)).flatten(2).mT                         # (B, h w, D)
-        return F.pad(self.fc2(x), (0, 0, 1, 0))                             # (B, 1 + h w, C)
+        x = F.hardswish(self.fc1(x[:, 1:])).mT.unflatten(2, grid)  # (B, D, h, w)
+        x = F.hardswish(self.conv(x)).flatten(2).mT  # (B, h w, D)
+        return F.pad(self.fc2(x), (0, 0, 1, 0))  # (B, 1 + h w, C)
 
 class Block(nn.Module):
     def __init__(self, c, drop_path):
@@ -355,7 +355,7 @@ def resize_positions(pos, grid):
     g = math.isqrt(pos.size(1) - 1)
     if grid == (g, g):
         return pos
-    patches = pos[:, 1:].mT.unflatten(2, (g, g)).float()                    # (1, C, g, g)
+    patches = pos[:, 1:].mT.unflatten(2, (g, g)).float()  # (1, C, g, g)
     patches = F.interpolate(patches, grid, mode='bicubic', align_corners=False)
     return torch.cat([pos[:, :1], patches.flatten(2).mT.to(pos.dtype)], dim=1)
 
@@ -404,8 +404,8 @@ class ViT(nn.Module):
         """Images (B, 3, H, W), of any size in whole patches -> tokens (B, 1 + h w, C), (h, w)."""
         p = self.config.patch_size
         grid = images.size(2) // p, images.size(3) // p
-        x = self.patch_embed(images)                                        # (B, h w, C)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)    # (B, 1 + h w, C)
+        x = self.patch_embed(images)  # (B, h w, C)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (B, 1 + h w, C)
         return self.drop(x + resize_positions(self.pos_embed, grid)), grid
 
     def forward(self, images):
@@ -481,13 +481,13 @@ def load_data(c):
 COLOURS = {  # mean and deviation of red, green and blue, as the repositories have them
     'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-    'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),             # and all others
+    'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
 }
 
 def normalise(images, size, c):
     """Bytes (B, 3, H, W) -> float32 (B, 3, size, size), about 0 with deviation 1."""
     colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']))
-    mean, std = 255 * colours[:, :, None, None].to(images.device)           # (3, 1, 1) each
+    mean, std = 255 * colours[:, :, None, None].to(images.device)  # (3, 1, 1) each
     x = (images.float() - mean) / std
     if x.shape[2:] != (size, size):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
@@ -630,7 +630,7 @@ def begin_batch(data, c, step, micro):
     images, labels = data.train
     n, begin = len(labels), step * c.units_per_step
     grown = 2 * c.patch_size * int(begin / n / 5)  # two patches more every five epochs
-    size = min(c.image_size, (c.first_size or c.image_size) + grown)        # in pixels
+    size = min(c.image_size, (c.first_size or c.image_size) + grown)  # in pixels
     rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)
     chance = stream('chance', c.seed, step).random((c.units_per_step, DRAWS))[rows]
     places = range(begin, begin + c.units_per_step)[rows]
@@ -654,7 +654,7 @@ def get_batch(data, c, step, micro, device):
 
 def loss_of(model, batch, c):
     images, labels, share = batch
-    logits = model(images)                                                  # (B, K)
+    logits = model(images)  # (B, K)
     loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
     if c.mix:
         other = F.cross_entropy(logits, labels.flip(0), label_smoothing=c.label_smoothing)
@@ -675,7 +675,7 @@ def judge(model, data, part, c, device):
     for i in range(0, len(labels), c.batch_size):
         x = view(data, images[i:i + c.batch_size], c.image_size, c, device)
         y = torch.from_numpy(labels[i:i + c.batch_size]).to(device)
-        logits = model(x).float()                                           # (B, K)
+        logits = model(x).float()  # (B, K)
         loss += F.cross_entropy(logits, y, reduction='sum').item()
         right += (logits.argmax(1) == y).sum().item()
     return loss / len(labels), right / len(labels)
@@ -1191,15 +1191,15 @@ def draw_shapes(n, seed):
     labels = rng.integers(10, size=n)
     ramp = np.linspace(-1, 1, 32)
     for image, label in zip(images, labels):
-        half, turn = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)        # size in pixels, angle
+        half, turn = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # size in pixels, angle
         x, y = (15.5 * ramp - rng.uniform(half - 15, 15 - half, (2, 1))) / half
         y = y[:, None]
         cos, sin = math.cos(turn), math.sin(turn)
         outside = list(SHAPES.values())[label](cos * x + sin * y, cos * y - sin * x)
-        cover = np.clip(0.5 - half * outside, 0, 1)                         # (32, 32)
+        cover = np.clip(0.5 - half * outside, 0, 1)  # (32, 32)
         paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
         across, down = rng.uniform(-40, 40, (2, 3, 1, 1))
-        light = across * ramp + down * ramp[:, None]                        # (3, 32, 32)
+        light = across * ramp + down * ramp[:, None]  # (3, 32, 32)
         noise = rng.normal(0, 10, (3, 32, 32))
         image[:] = (paper + light + ink * cover + noise).clip(0, 255)
     return images, labels
@@ -1280,7 +1280,7 @@ def linear_accuracy(data, c):
     x, y = [], []
     for images, labels in (data.train, data.test):
         pixels = view(data, images[:10000], 32, c).flatten(1)
-        x.append(F.pad(pixels, (0, 1), value=1.0))                          # (N, 3 32^2 + 1)
+        x.append(F.pad(pixels, (0, 1), value=1.0))  # (N, 3 32^2 + 1)
         y.append(torch.from_numpy(labels[:10000]))
     ridge = x[0].T @ x[0] + len(x[0]) * torch.eye(x[0].size(1))
     weights = torch.linalg.solve(ridge, x[0].T @ F.one_hot(y[0]).float())
@@ -1302,7 +1302,7 @@ def predict(c):
     run, model = load_run(c)
     answers = []
     for image in c.images:
-        photo = torch.tensor(read_photo(image, run.image_size))[None]       # (1, 3, H, W)
+        photo = torch.tensor(read_photo(image, run.image_size))[None]  # (1, 3, H, W)
         x = normalise(photo.to(model.head.weight.device), run.image_size, run)
         chances = model(x)[0, :len(run.classes)].softmax(-1)
         best = [(run.classes[i], chances[i].item()) for i in chances.argsort(descending=True)[:5]]
@@ -1322,10 +1322,10 @@ def diagnose(model, images):
     x, grid = model.embed(images)
     for block in model.blocks:
         attn = block.attn
-        q, k, v, mh = attn.heads(block.norm1(x))                            # (B, T, nh, hs)
+        q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
         update = ATTENTION[c.attention](mh, v, attn.gamma)
         update = update[0] if type(update) is tuple else update
-        v, mh, update = [t[:, 0].flatten(1) for t in (v, mh, update)]       # (B, nh hs)
+        v, mh, update = [t[:, 0].flatten(1) for t in (v, mh, update)]  # (B, nh hs)
         mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
         norms = dict(mh=mh, update=update, mh_out=mh_out, update_out=update_out)
         row = {name: t.norm(dim=1).mean().item() for name, t in norms.items()}
@@ -1336,7 +1336,7 @@ def diagnose(model, images):
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
             scores[..., 0] = -math.inf
-        p = scores.softmax(-1).mean(1)[:, 1:]                               # (B, h w)
+        p = scores.softmax(-1).mean(1)[:, 1:]  # (B, h w)
         maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
         x = block(x, grid)
     return rows, maps
@@ -1350,10 +1350,10 @@ def draw_maps(path, images, maps):
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     rows = [(images - low) / (high - low)]
     for light in maps:
-        light = F.interpolate(light[:, None], images.shape[2:])             # (B, 1, H, W)
+        light = F.interpolate(light[:, None], images.shape[2:])  # (B, 1, H, W)
         rows.append((0.2 + 0.8 * light) * rows[0])
-    tiles = F.pad(torch.stack(rows), (1, 1, 1, 1), value=1.0)               # (rows, B, 3, H, W)
-    sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)        # (height, width, 3)
+    tiles = F.pad(torch.stack(rows), (1, 1, 1, 1), value=1.0)  # (rows, B, 3, H, W)
+    sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # (height, width, 3)
     imsave(path, sheet.repeat_interleave(3, 0).repeat_interleave(3, 1).cpu().numpy())
     print(f'picture {path}')
 

@@ -118,7 +118,7 @@ def coefficients(alpha):
 def own_token(masks, log_c):
     """c / max c (K + 1,). [choice] So that no row is empty, a token may attend to itself: where no
     open mask surely holds that, one more does, with the largest coefficient."""
-    relative = (log_c - log_c.max()).exp()                                  # (K,)
+    relative = (log_c - log_c.max()).exp()  # (K,)
     sure = [KINDS[kind](10**9, 10**9, n, 1) for kind, n in candidates(masks)]  # of late tokens
     own = relative[sure].sum() == 0
     return torch.cat([relative, own.view(1)])
@@ -158,11 +158,11 @@ def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j
     i = torch.arange(q.size(2), device=q.device) if i is None else i
     j = torch.arange(k.size(2), device=q.device) if j is None else j
     log_c = torch.zeros(len(candidates(masks)), device=q.device) if log_c is None else log_c
-    S = (q / math.sqrt(q.size(-1))) @ k.mT                                  # (B, nh, Tq, T)
-    future = i[..., None] < j[..., None, :]                                 # (Tq, T)
+    S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
+    future = i[..., None] < j[..., None, :]  # (Tq, T)
     if masks == 'all' and reading == 'renormalised':  # plain attention
         return F.softmax(S.masked_fill(future, -math.inf), dim=-1)
-    c = own_token(masks, log_c)                                             # c / max c (K + 1,)
+    c = own_token(masks, log_c)  # c / max c (K + 1,)
     if reading != 'renormalised':
         S, c = S.masked_fill(future, -math.inf), c * log_c.max().exp()
     return READINGS[reading](S, hold(masks, i, j), c)
@@ -177,10 +177,10 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     B, nh, T, hs = q.shape
     reach, first = [min(n, T) for n in extent(masks)]
     b = min(block or max(16, min(reach, 128)), T)
-    n = -(-T // b)                                                          # blocks
-    end = n * b - T                                                         # padding
+    n = -(-T // b)  # blocks
+    end = n * b - T  # padding
     i = torch.arange(n * b, device=q.device).view(n, b)
-    near = torch.arange(1 - reach, b, device=q.device) + i[:, :1]           # (n, b + reach - 1)
+    near = torch.arange(1 - reach, b, device=q.device) + i[:, :1]  # (n, b + reach - 1)
     far = torch.arange(first, device=q.device).repeat(n, 1)
     far = far.masked_fill(far >= near[:, :1], -1)  # nowhere: it is among the near ones
 
@@ -198,7 +198,7 @@ def expected_pairs(chances, masks, T):
     i = torch.arange(T, device=chances.device)
     lost = 1.0
     for chance, m in zip(chances, hold(masks, i, i)):
-        lost = lost * (1 - chance * m)                                      # (T, T)
+        lost = lost * (1 - chance * m)  # (T, T)
     return (1 - lost).sum() / (T * (T + 1) / 2)
 
 def penalty(alphas, c):
@@ -363,14 +363,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x, cache=None, watch=None):
         """x (B, T, C) -> like x."""
-        qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))             # (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                # (B, nh, T, hs) each
+        qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, nh, hs)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
         past = cache['past'] if cache else 0
         i = j = torch.arange(past, past + x.size(1), device=x.device)
         if cache:
             k, v = torch.cat([cache['k'], k], 2), torch.cat([cache['v'], v], 2)
             j = torch.cat([cache['j'], i])
-        y = self.attend(q, k, v, i, j, watch)                               # (B, nh, T, hs)
+        y = self.attend(q, k, v, i, j, watch)  # (B, nh, T, hs)
         if cache is not None:  # it is empty at first
             if bounded(self.masks) and self.reading != 'unnormalised':  # which divides by all
                 reach, first = extent(self.masks)
@@ -438,8 +438,8 @@ class GPT2(nn.Module):
         for _ in range(max_new_tokens):
             if cache[0].get('past') == positions:
                 new, cache = idx[:, -(positions // 2):], [{} for _ in self.h]
-            logits = self(new, cache)[:, -1].float()                        # (B, V)
-            new = logits.argmax(-1, keepdim=True)                           # (B, 1)
+            logits = self(new, cache)[:, -1].float()  # (B, V)
+            new = logits.argmax(-1, keepdim=True)  # (B, 1)
             if temperature:
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
             idx = torch.cat([idx, new], dim=1)
@@ -572,7 +572,7 @@ def text_loss(model, x, y, teacher):
     if teacher is None:
         return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
     with torch.no_grad():
-        features = teacher(x, logits=False)                                 # (B, T, C)
+        features = teacher(x, logits=False)  # (B, T, C)
     return token_kl(model(x, logits=False), features, teacher.wte.weight).mean()
 
 def loss_of(model, batch, c):
@@ -1155,8 +1155,8 @@ def fidelity(model, teacher, batches):
     which does not shrink with length as MSE does; ppl, their perplexities' ratio.  [MA Sec. 2.4]"""
     sums = {}
     for x, y in batches:
-        real = y >= 0                                                       # (B, T)
-        target = y[real]                                                    # (N,)
+        real = y >= 0  # (B, T)
+        target = y[real]  # (N,)
         p, P, g = look(teacher, x, y)
         q, Q, h = look(model, x, y)
         gaps = torch.stack([(a - b).float().transpose(1, 2)[real] for a, b in zip(P, Q)])
@@ -1168,7 +1168,7 @@ def fidelity(model, teacher, batches):
         for name, value in figures.items():
             sums[name] = sums.get(name, 0) + value
     s = SimpleNamespace(**sums)
-    heads = len(gaps) * gaps.size(2)                                        # in all layers
+    heads = len(gaps) * gaps.size(2)  # in all layers
     figures = dict(
         kl=(s.kl / s.tokens).clamp_min(0), accuracy=s.student / s.teacher.clamp_min(1),
         mse=s.squares / s.pairs / heads, cosine=F.cosine_similarity(*s.gradients, dim=0),
@@ -1235,7 +1235,7 @@ def memory(c, T, device):
     model = GPT2(replace(c, block_size=T)).to(device)
     held = sum(p.nbytes for p in model.parameters())
     i = torch.arange(T, device=device)
-    idx = i[None] % c.vocab_size                                            # (1, T)
+    idx = i[None] % c.vocab_size  # (1, T)
     shape = (1, c.n_head, T, c.n_embd // c.n_head)
     q, k, v = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
 
@@ -1289,7 +1289,7 @@ def side_by_side(c, model, teacher, prompts):
     device = model.wte.weight.device
     found = [[prompt] for prompt in prompts]
     for texts in found:
-        idx = torch.tensor([encoding.encode_ordinary(texts[0])], device=device)     # (1, T)
+        idx = torch.tensor([encoding.encode_ordinary(texts[0])], device=device)  # (1, T)
         for name, net in (('teacher', teacher), ('student', model)):
             torch.manual_seed(c.seed)
             out, size = net.generate(idx, c.new_tokens, c.temperature)

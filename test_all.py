@@ -767,7 +767,7 @@ def detr_config(**settings):
 def tokens(*sizes, d=32, dtype=torch.float64):
     """Layer-normed tokens of two heads of d channels."""
     x = F.layer_norm(qkv(sum(sizes), 2 * d)[0], (2 * d,))
-    x = x.view(-1, 2, d).transpose(0, 1)[None]                              # (1, 2, N, d)
+    x = x.view(-1, 2, d).transpose(0, 1)[None]  # (1, 2, N, d)
     return [t.to(dtype) for t in x.split(sizes, 2)]
 
 def slow_lasso(q, k, penalty, e, positive, skip):
@@ -1274,8 +1274,8 @@ def mask_slowly(reading, q, k, v, M, c):
         M = torch.cat([M, torch.eye(len(M[0]))[None]])
         c = torch.cat([c, c.max().view(1)])
     normal = lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-99)
-    e = (q @ k.mT / math.sqrt(q.size(3))).exp().tril()                      # (B, nh, T, T)
-    W = sum(c_k * m for c_k, m in zip(c, M))                                # (T, T)
+    e = (q @ k.mT / math.sqrt(q.size(3))).exp().tril()  # (B, nh, T, T)
+    W = sum(c_k * m for c_k, m in zip(c, M))  # (T, T)
     p = dict(renormalised=normal(W * e), unnormalised=W * normal(e),
              separate=sum(c_k * normal(m * e) for c_k, m in zip(c, M)))
     return p[reading] @ v
@@ -1431,7 +1431,7 @@ def mask_figures(model, teacher, x, y):
     maps, logs, right, gradients = [[], []], [], [], []
     for net, watch in zip((teacher, model), maps):
         net = copy.deepcopy(net).requires_grad_(True)
-        log_p = net(x, watch=watch)[real].log_softmax(-1)                   # (N, V)
+        log_p = net(x, watch=watch)[real].log_softmax(-1)  # (N, V)
         F.nll_loss(log_p, target, reduction='sum').backward()
         logs.append(log_p.detach())
         right.append((log_p.argmax(-1) == target).sum())
