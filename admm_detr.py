@@ -14,11 +14,11 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
 
     equation       what                                                    function
     [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights                   softmax
-    [OA Sec. 4.1]  the same of the tokens as they are: no-weights          ATTENTION
+    [OA Sec. 4.1]  the same without W_q, W_k, W_v: no-weights              ATTENTION
     [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + rho ||x||^2      l2, regression
     [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                    lasso, admm, objective
     [OA Eq. 3]     the same by an N x N inverse: admm-vanilla              lasso, ATTENTION
-    [OA Eq. 4]     the inverse in d x d, as it should read                 regression, lasso
+    [OA Eq. 4]     the inverse in d x d, corrected                         regression, lasso
     ... as they are printed: admm-vanilla-printed, admm-printed            printed
     [OA Sec. 3]    x^5 / sum |x^5|; random tokens; clamp; x_ii = 0         sharpen, dictionary
 
@@ -31,14 +31,14 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     python admm_detr.py --preset finetune              # detr-r50 with its attention replaced
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
 
-The first ends at an AP of 0.720 on 200 drawings, AP50 0.948; means of other seeds are 0.644 and
-0.894 (eight), for the second 0.696 and 0.930 (three; 2000 steps, one CPU thread). Its problem is
+The first ends at AP 0.720, AP50 0.948 on 200 drawings; the means over eight other seeds are 0.644
+and 0.894, for the second 0.696 and 0.930 over three (2000 steps, one CPU thread). The first solves
 (2) made easier: [choice] a ridge term, x >= 0, centred tokens. OA's own hardly learns here.
 
-What OA leaves open: [choice] tokens with positions (DETR's keys) are solved over, those without
-(its values) are mixed, since solving and mixing over the same nearly gives back the query
+What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
+those without (its values), since using the same for both nearly gives back the query
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
-are slices of the channels. Model and keys are facebookresearch/detr's.
+are slices of the channels. Model and state-dict keys are facebookresearch/detr's.
 
 Lines 1-873 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
@@ -83,7 +83,7 @@ def fail(message):
 # A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With `own`, queries and tokens are the same sequence.
 def without_own(x, own):
-    """x (..., Q, N), with `own` zero where a query meets itself."""
+    """x (..., Q, N); if `own`, zero where a query meets itself."""
     if not own:
         return x
     diagonal = torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device)
@@ -92,8 +92,8 @@ def without_own(x, own):
 def scales(q, k, own=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
     """lambda (B, nh, Q, 1), rho and e (B, nh, 1, 1) from relative settings.
 
-    At sparsity 1, lambda = 2 max |K q|, nothing is left of x; a rho or ridge of 1 is the mean
-    eigenvalue of K^T K. So a solution changes with the lengths of q and k by a factor alone.
+    At sparsity 1, lambda = 2 max |K q| and x is zero; a rho or ridge of 1 is the mean eigenvalue
+    of K^T K. So scaling q, or all of k, only scales the solution.
     """
     products = without_own(q @ k.mT, own)  # (B, nh, Q, N)
     products = F.relu(products) if positive else products.abs()
@@ -119,7 +119,7 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho, e = scales(q, k, own, sparsity, rho, ridge, positive)
-    # (3b) has a threshold for each query, F.softshrink one for all: so x is measured in units of it
+    # (3b) has a threshold per query, but F.softshrink takes only one: measure x in thresholds
     unit = penalty / (2 * rho)  # (B, nh, Q, 1)
     q = q / torch.where(unit > 0, unit, 1)
     if vanilla:
@@ -140,18 +140,18 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
         if vanilla:
             x = (products + rho * w) @ inverse
         else:
-            x = w + (q - w @ k) @ P  # the same: ridge regression of what w leaves over
+            x = w + (q - w @ k) @ P  # the same: ridge regression of w's residual
         v = torch.add(v, x - z, alpha=relax)  # x + u if relax is 1
         z = shrink(v)
-        u = v - z  # (3c): the running sum of x - z, what the constraint x = z costs
+        u = v - z  # (3c): the running sum of x - z, the scaled dual of x = z
     return z * unit
 
 def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=False, sigma=1e-4):
     """Equations (3) or (4) to the letter -> x (B, nh, Q, N). They do not solve the Lasso.
 
-    The sign of mu in (3b) contradicts (3c), so that past the threshold the state doubles, or worse,
-    in every iteration; the fixed point of (3) is ridge regression, whatever lambda is; (4) has
-    D^1/2 where the spectrum is D, and no complement of the range of V.  [OA Eq. 3] [OA Eq. 4]
+    The sign of mu in (3b) contradicts (3c), so past the threshold the state at least doubles in
+    every iteration; the fixed point of (3) is ridge regression, whatever lambda is; (4) has D^1/2
+    where the spectrum is D, and omits the complement of V's range.  [OA Eq. 3] [OA Eq. 4]
     """
     penalty, rho, _ = scales(q, k, own, sparsity, rho)
     products = q @ k.mT  # (B, nh, Q, N)
@@ -170,7 +170,7 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
         new = products + rho * (x - z)  # (3a)
         new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
         new = without_own(new, own).clamp(-1, 1)  # [choice] 1
-        z = x - mu - (x - mu).clamp(-threshold, threshold)  # (3b), x of before
+        z = x - mu - (x - mu).clamp(-threshold, threshold)  # (3b), with the old x
         x, mu = new, mu + new - z  # (3c)
     return x
 
@@ -186,8 +186,8 @@ def sharpen(x, power=5):
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # not 1, the sum of one entry alone
 
 def dictionary(k, padding, c):
-    """The tokens to solve over: zeros for padding, which get no weight; less their mean if
-    --centre; after them tokens of N(0, 1), the same every time.  [OA Sec. 3]"""
+    """The tokens to solve over: padding zeroed, so it gets no weight; minus their mean if
+    --centre; then random tokens from N(0, 1), the same every time.  [OA Sec. 3]"""
     if padding is None:
         padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
     hidden = padding[:, None, :, None]  # (B, 1, N, 1)
@@ -234,7 +234,7 @@ def admm_printed(q, k, padding, own, c, vanilla=False):
     return sharpen(x, c.power)[..., :k.size(2)]
 
 ATTENTION = {  # (q, k, padding (B, N) or None, own, config) -> coefficients x (B, nh, Q, N)
-    'softmax': softmax,     # these two train through the fused kernel, in MultiheadAttention
+    'softmax': softmax,     # for these two MultiheadAttention.forward uses the fused kernel
     'no-weights': softmax,  # no W_q, W_k, W_v, as in all that follow  [OA Sec. 4.1]
     'l2': l2,
     'admm': admm,
@@ -250,14 +250,14 @@ class Config:
     # the paper's method: attention in the decoder; names in ATTENTION
     self_attention: str = 'softmax'  # of its queries to each other
     cross_attention: str = 'admm'    # of its queries to the image
-    solve_over: str = 'key'        # key or value: tokens to solve over; mixed are values
+    solve_over: str = 'key'        # key or value: tokens to solve over; values are mixed
     out_proj: bool = False         # keep the output projection of attention without weights
-    iterations: int = 4            # of ADMM; without a ridge 15 at --rho 0.1, or more
-    sparsity: float = 0.03         # lambda, as a share of the least that makes x zero
+    iterations: int = 4            # of ADMM; without a ridge 15 or more, at --rho 0.1
+    sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
     rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
     relax: float = 1.6             # over-relaxation, below 2; 1 for none
-    power: int = 3                 # of coefficients, then normalised; 0: as they are; OA has 5
-    random_tokens: int = 0         # [OA Sec. 3]; where -printed 0 means 32
+    power: int = 3                 # raise coefficients to it, normalise; 0: do neither; OA has 5
+    random_tokens: int = 0         # [OA Sec. 3]; for -printed, 0 means 32
     # [choice] not OA's, which hardly learns in cross-attention (see assets/results.md):
     ridge: float = 3.0             # + e ||x||^2, an elastic net: steadier where tokens are alike
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
@@ -276,7 +276,7 @@ class Config:
     num_classes: int = 0           # as many as the data has
     classes: list = ()             # their names; the data know them
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
-    # losses; the matching weighs alike
+    # losses; matching uses the same weights
     bbox_loss_coef: float = 5.0    # of the L1 distance
     giou_loss_coef: float = 2.0    # of generalised IoU
     eos_coef: float = 0.1          # weight of the class no-object
@@ -289,33 +289,33 @@ class Config:
     batch_size: int = 32           # images in memory at once, shared among the processes
     grad_accum_steps: int = 1      # batches in an optimiser step
     learning_rate: float = 1e-3    # at its peak
-    lr_backbone: float = 1.0       # of the backbone, times learning_rate
+    lr_backbone: float = 1.0       # the backbone's, as a multiple of learning_rate
     min_lr: float = 0.05           # where the cosine ends, times learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 100
-    warmdown_iters: int = 0        # last steps: down to 0 (trapezoid) or at a tenth (step)
+    warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0 for all there are
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: what follows may change when a run goes on
+    # machine: from here on, settings may differ when a run resumes
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of the log
-    max_minutes: float = 0.0       # save and stop a run after so long; 0: never
-    fresh: bool = False            # train anew what was stopped or finished
+    max_minutes: float = 0.0       # save and stop a run after this long; 0: never
+    fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
     run: str = ''                  # detect, inspect: a run's folder; default: the last one of train
     images: list = ()              # detect, inspect: photos; may be repeated
-    threshold: float = 0.5         # detect: least score of what is shown
+    threshold: float = 0.5         # detect: lowest score to show
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
-    seeds: str = '0,1,2'           # compare: a run each
-    best: str = ''                 # compare: FIELD of --over, such as learning_rate, at its best
-    final_seeds: str = ''          # compare --best: judge what --seeds have chosen by these
+    seeds: str = '0,1,2'           # compare: a run per case and seed
+    best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
+    final_seeds: str = ''          # compare --best: other seeds to judge the choice
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -350,8 +350,8 @@ PRESETS = {
     't4': dict(max_iters=6000, eval_interval=500, threads=0),
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
-    # OA: 4 GPUs with 8 images each and "original" rates; DETR's own 300 epochs of 3696 steps,
-    # the last 100 of them at a tenth of the rate, since OA states none
+    # OA: 4 GPUs with 8 images each and "original" rates; since it states no epochs, DETR's own
+    # 300, of 3696 steps, the last 100 epochs at a tenth of the rate
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pth', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
@@ -456,7 +456,7 @@ class SmallBackbone(nn.Sequential):
     def __init__(self, stride):
         super().__init__()
         inside, width = 3, 32
-        while stride >= 1:  # for 8: to 32, 64, 96, 96 channels, in steps of 2, 2, 2 and 1 pixels
+        while stride >= 1:  # for 8: 32, 64, 96, 96 channels with strides 2, 2, 2, 1
             self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
             self.append(nn.GroupNorm(8, width))
             self.append(nn.ReLU())
@@ -464,9 +464,9 @@ class SmallBackbone(nn.Sequential):
             stride //= 2
 
 def sine_positions(padding, channels):
-    """padding (B, h, w), True where no image is -> (B, h w, channels), first those of y, then x.
+    """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's.
 
-    Sines and cosines, by turns, of the place in the image, 0 to 2 pi, at 1 to 1/10000 of that.
+    Sines and cosines, interleaved, of the position, 0 to 2 pi, times rates of 1 to 1/10000.
     """
     rate = 10000 ** -(torch.arange(channels // 4, device=padding.device) * 4 / channels)
     parts = []
@@ -510,7 +510,7 @@ class DETR(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Drawn by a generator of the tensor's own: what two variants share starts equal."""
+        """Initialise p from its own generator: what two variants share starts out equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer, _, kind = name.rpartition('.')
         if kind not in ('weight', 'bias', 'in_proj_weight', 'in_proj_bias'):
@@ -543,8 +543,8 @@ class DETR(nn.Module):
 
     def forward(self, images, mask=None):
         """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> pred_logits (B, Q,
-        classes + 1), the last for no-object, pred_boxes (B, Q, 4), centre and size in fractions of
-        the image, and aux_outputs, the same from every earlier decoder layer."""
+        classes + 1), the last for no-object; pred_boxes (B, Q, 4), centre and size as fractions
+        of the image; aux_outputs, the same from every earlier decoder layer."""
         memory, pos, padding, _ = self.encode(images, mask)
         decoder = self.transformer.decoder
         query_pos = self.query_embed.weight
@@ -567,7 +567,7 @@ def corners(boxes):
     return torch.cat([centre - size / 2, centre + size / 2], -1)
 
 def generalised_iou(a, b):
-    """Of boxes (..., 4), corners, as they broadcast: IoU less the empty share of their hull."""
+    """IoU of boxes (..., 4), given as corners, minus the empty share of their hull; broadcasts."""
     area = lambda low, high: (high - low).clamp_min(0).prod(-1)
     a0, a1 = a.chunk(2, -1)
     b0, b1 = b.chunk(2, -1)
@@ -577,18 +577,18 @@ def generalised_iou(a, b):
     return both / union.clamp_min(1e-30) - (hull - union) / hull.clamp_min(1e-30)
 
 def divisors(counts, c):
-    """What the sums of losses are divided by, of images with that many objects each: the sum of
-    class weights (an object 1, no-object eos_coef), and the number of objects, 1 at least."""
+    """What summed losses are divided by, given the number of objects in each image: the sum of
+    class weights (object 1, no-object eos_coef), and the number of objects, at least 1."""
     matched = sum(min(n, c.num_queries) for n in counts)
     others = len(counts) * c.num_queries - matched
     return matched + c.eos_coef * others, max(1, sum(counts))
 
 @torch.no_grad()
 def pair_up(logits, boxes, targets, c):
-    """The cheapest pairs of queries and objects, in every layer and image on its own.
+    """The cheapest pairing of queries with objects, for each layer and image separately.
 
     logits (L, B, Q, K + 1), boxes (L, B, Q, 4) and targets, (labels, boxes) of each image ->
-    indices of layer, image, query and object, the last one counted through the batch.
+    indices of layer, image, query and object; objects are numbered across the batch.
     """
     labels, truth = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
     boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
@@ -608,8 +608,8 @@ def pair_up(logits, boxes, targets, c):
 def set_loss(outputs, targets, c, weights, count):
     """DETR's loss, a number: cross-entropy, L1 distance and GIoU, summed over the decoder layers.
 
-    `weights` and `count` (see divisors) are those of the whole step or, where this is only a part
-    of it, that part's even share: so parts average to the whole.
+    `weights` and `count` (see divisors) are those of the whole step or, for one of its n parts,
+    an nth of them: so parts average to the whole.
     """
     layers = [outputs, *outputs['aux_outputs']]
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
@@ -648,11 +648,11 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def load_data(c):
-    """train and val, Shapes or CocoFolder, and the plans of the images to judge by.
+    """train and val, Shapes or CocoFolder, and the plans of the images to evaluate on.
 
     A plan says what an image shows, so that every process can count the objects of a whole step:
-    labels (n,), boxes (n, 4), centre and size in fractions of the image, notes, the same in COCO's
-    json form, original (height, width). render(plan) draws or reads its pixels.
+    labels (n,); boxes (n, 4), centre and size as fractions of the image; notes, the same in
+    COCO's json form; original, (height, width). render(plan) draws or reads its pixels.
     """
     if c.data == 'builtin':
         train, val = Shapes(10 ** 6, c.image_size), Shapes(200, c.image_size)
@@ -670,12 +670,12 @@ def load_data(c):
 # ------------------------------------ training ------------------------------------
 # What the loop below knows of boxes: these names and functions.
 METRIC = 'AP'         # best.pt and `compare --best` go by this validation figure:
-BETTER = max          # the more the better
-RESULTS = ['AP', 'AP50', 'AP75', 'APs', 'APm', 'APl']  # what `compare` tables at the end
+BETTER = max          # higher is better
+RESULTS = ['AP', 'AP50', 'AP75', 'APs', 'APm', 'APl']  # what `compare` tabulates at the end
 UNIT = 'images'       # what c.units_per_step counts
 
 def make_model(c, data):
-    """A model on the CPU. Its config has what the data decide; without data, c has that already."""
+    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
     if data:
         c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
     model = DETR(c)
@@ -709,9 +709,9 @@ def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro, device):
-    """Images (B, 3, H, W), mask (B, H, W) or None, targets, and what losses are divided by: this
-    process's share of a micro-batch, and of the divisors of the whole step, which follow from plans
-    alone. A function of seed and step."""
+    """Images (B, 3, H, W), mask (B, H, W) or None and targets, this process's share of a
+    micro-batch; then what to divide its losses by, an even share of the whole step's divisors,
+    which follow from plans alone. A function of seed and step."""
     n = c.units_per_step
     plans = []
     for i in range(n):
@@ -768,8 +768,8 @@ def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
     It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what it takes to go on: a step follows from weights, optimizer, seed and
-    step alone, so a run that was stopped ends with the weights of one that was not.
+    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
+    and step number, so an interrupted run ends with the weights of an unbroken one.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -824,7 +824,7 @@ def train(c, folder=None):
             losses = []
             if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
                 keep('best.pt')
-            if done:  # outside autocast, which would keep the casts of other weights
+            if done:  # outside autocast, whose cached casts would miss a change of weights
                 row.update(finish(model, data, c, device, folder))
             print(f'{line}: {show(row)}', flush=True)
         if (new and due) or halt or time.time() - kept > 300:
@@ -889,7 +889,7 @@ def show(row):
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
     name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
-    if name == 'auto':  # mps is untested: compare with --device cpu
+    if name == 'auto':  # mps is untested: check against --device cpu
         name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if name.startswith('cuda'):
         if not cuda:
@@ -903,9 +903,9 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, then rename: whenever it is killed, a whole file is there."""
+    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # a full disk makes torch.save raise what is no OSError
+    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
     part.write_bytes(buffer.getvalue())
@@ -919,7 +919,7 @@ def load_checkpoint(path, own=True):
             raise ValueError(f'{saved["script"]}.py wrote it')
         return saved
     except Exception as error:  # PyTorch raises half a dozen kinds
-        fail(f'{path} is no checkpoint to read here: {" ".join(str(error).split())[:150]}')
+        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
 
 def write_csv(path, rows):
     if RANK == 0:
@@ -930,7 +930,7 @@ def write_csv(path, rows):
             writer.writerows(rows)
 
 def draw(path, logs, panels):
-    """A panel for each (x, y) of panels, a line in it for each log of logs, {label: [logs]}."""
+    """A panel for each (x, y) of panels, with a line per log; logs is {label: [log, ...]}."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -953,13 +953,13 @@ def draw(path, logs, panels):
         print(f'picture {path}')
 
 def settings(c):
-    """The fields above `device`: what makes one run another."""
+    """The fields above `device`: what tells one run from another."""
     names = [f.name for f in fields(c)]
     return {name: getattr(c, name) for name in names[:names.index('device')]}
 
 def code(c):
-    """The script above `tools`, parsed, without docstrings; of its tables the rows c names alone.
-    So a change of a text, or a new variant, trains nothing anew."""
+    """The script above `tools`, parsed, without docstrings, and with only the table rows c names:
+    a changed comment or docstring, or a new variant, retrains nothing."""
     tree = ast.parse(SOURCE.split('- tools -')[0])
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -1010,7 +1010,7 @@ def cases_of(c):
     """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
     types = {f.name: f.type for f in fields(c)}
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # that one last
+    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # --best's last
         field, _, values = spec.partition('=')
         new = {}
         for name, case in cases.items():
@@ -1051,9 +1051,9 @@ def compare(c):
     seeds = [int(seed) for seed in c.seeds.split(',')]
     final = [int(seed) for seed in c.final_seeds.split(',') if seed]
     if set(seeds) & set(final):
-        fail('--final-seeds judge what --seeds have chosen, so they must be others')
+        fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
-        fail(f'--best {c.best}: say with --over {c.best}=A,B what to choose from')
+        fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
     mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
     folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
     runs = train_all(cases, seeds)
@@ -1069,7 +1069,7 @@ def compare(c):
     return rows
 
 def choose(field, cases, runs, folder):
-    """Of cases that differ in nothing but `field` the one with the best mean -> {name: Config}."""
+    """Among cases that differ only in `field`, the one with the best mean -> {name: Config}."""
     groups, chosen, logs = {}, {}, {}
     for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
         groups.setdefault(name.rpartition(' ')[0], []).append(name)
@@ -1091,8 +1091,8 @@ def spread(values):
     return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
 
 def student(gaps):
-    """t of paired differences, and its two-sided p: where t = sqrt(n - 1) tan(a), the angle a has
-    a density of cos(a)^(n - 2)."""
+    """t and two-sided p of paired differences: with t = sqrt(n - 1) tan(a), the angle a has
+    a density proportional to cos(a)^(n - 2)."""
     n = len(gaps)
     mean, sd = spread(gaps)
     if not sd > 1e-9 * abs(mean):  # one run, or always the same
@@ -1117,10 +1117,10 @@ def tabulate(runs, seeds):
         rows.append(row)
     least = 0.0
     tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
-    for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
+    for i, row in enumerate(tested):  # Holm: multiply the smallest of n by n, the next by n - 1
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec are of training steps.\n'
+    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences from row 1 are paired '
+          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec: training steps only.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
@@ -1130,7 +1130,7 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time steps of training, and forward passes, of all cases in turn: noise hits all alike."""
+    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
     device, dtype = pick_device(c)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
@@ -1138,7 +1138,7 @@ def bench(c):
     for name, case in cases_of(c).items():
         # the last step's: belief_vit's images may grow until then
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings with which a step is nothing but a step
+        # settings that leave nothing but the step itself to time
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
@@ -1172,7 +1172,7 @@ def parse(argv):
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags go over them',
+    p.add_argument('--preset', choices=PRESETS, help='named settings; flags override them',
                    default='t4' if torch.cuda.is_available() else 'tiny')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
     for f in fields(Config):
@@ -1188,7 +1188,7 @@ def parse(argv):
     return action, c
 
 def catch(number, frame):
-    """The first Ctrl-C or SIGTERM waits for the end of the step; the second kills."""
+    """The first Ctrl-C or SIGTERM stops after the current step; the second kills."""
     STOP.append(number)
     signal.signal(number, signal.SIG_DFL)
 
@@ -1205,7 +1205,7 @@ def main(argv=None):
     try:
         result = ACTIONS[action](c)
     except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint is from before')
+        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
     except (ImportError, OSError) as error:  # no such package or file, disk full, no network
         fail(error)
     except RuntimeError as error:
@@ -1224,7 +1224,7 @@ def main(argv=None):
 
 # --- tools of this script alone
 def overlap(a, b):
-    """Whether 15 % of the smaller one of two boxes, or more, is in both."""
+    """Whether two boxes share at least 15 % of the smaller one."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
     width = max(0, (aw + bw) / 2 - abs(ax - bx))
     height = max(0, (ah + bh) / 2 - abs(ay - by))
@@ -1279,8 +1279,8 @@ class Shapes:
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
 def assign(cost):
-    """The assignment of least total cost (n, m), n <= m -> rows, columns. One row after the other
-    enters, by the cheapest chain of changes that ends in a free column (Bellman and Ford)."""
+    """cost (n, m) -> rows, columns of the cheapest assignment. Rows are added one by one, each by
+    the cheapest chain of changes that ends in a free column (Bellman-Ford)."""
     n, m = cost.shape
     if n > m:
         columns, rows = assign(cost.T)
@@ -1321,8 +1321,8 @@ def coco_ap(ground_truth, detections):
     """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
 
     ground_truth: annotations (image_id, category_id, bbox, area, iscrowd); detections: (image_id,
-    category_id, bbox, score). Boxes are x, y, width, height in pixels. As pycocotools has it, but
-    for -1 in place of nan, and id 0, which it never finds.
+    category_id, bbox, score). Boxes are x, y, width, height in pixels. Same as pycocotools, which
+    however gives -1 for nan and never matches annotation id 0.
     """
     notes = ground_truth['annotations']
     classes = sorted({note['category_id'] for note in notes})
@@ -1387,7 +1387,7 @@ def judge(found, crowds, counts, threshold, low, high):
     return np.array(verdicts, dtype=int).reshape(-1, 2).T
 
 def resized(w, h, side, most=math.inf):
-    """Width and height, the shorter `side` or, where the longer would pass `most`, less."""
+    """Width and height, the shorter `side`, or less if the longer would exceed `most`."""
     short, long = min(w, h), max(w, h)
     side = max(1, round(min(side, most * short / long)))
     long = int(side * long / short)
@@ -1408,16 +1408,16 @@ class CocoFolder:
                 self.annotations[note['image_id']].append(note)
         except (OSError, KeyError, TypeError, ValueError) as error:
             fail(f"{path} is no file of annotations in COCO's form: {error!r:.200}")
-        # a label is its category's id, as in DETR, so that some labels are no class's
+        # labels are category ids, as in DETR, so some labels belong to no class
         self.classes = [names.get(i, '') for i in range(max(names) + 1)]
 
     def __len__(self):
         return len(self.images)
 
     def plan(self, row, rng=None):
-        """What becomes of a row, with a generator DETR's random flip, crop and size: size (width,
-        height), window (x0 y0 x1 y1, shares of the photo) and flip for render; labels and boxes
-        without crowds and what is cut off."""
+        """A row's plan; with a generator, after DETR's random flip, crop and size. For render: size
+        (width, height), window (x0 y0 x1 y1, fractions of the photo) and flip; labels and boxes
+        without crowds and what is cropped off."""
         image = self.images[row]
         whole = image['width'], image['height']
         w, h = whole  # of what is cut out; only their ratio counts in the end
@@ -1454,7 +1454,7 @@ class CocoFolder:
         return x.flip(2) if plan.flip else x
 
 def read_photo(path, upright=False):
-    """Pillow's RGB image, as COCO's boxes want it: only `upright` heeds its EXIF data."""
+    """Pillow's RGB image. COCO's boxes ignore EXIF rotation; `upright` applies it."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -1473,8 +1473,8 @@ def load_coco(folder, image_size=800):
     instances_train2017.json, ...; of a single split every tenth photo is for evaluation."""
     names = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
     if not names:
-        fail(f'{folder} is no detection data: it needs train2017/, val2017/ and annotations/'
-             'instances_train2017.json, ...; python prepare_data.py coco; --data builtin')
+        fail(f'{folder} is not detection data; it needs train2017/, val2017/ and annotations/'
+             'instances_train2017.json, ...; try python prepare_data.py coco, or --data builtin')
     train = CocoFolder(folder, names[0], image_size)
     val = CocoFolder(folder, names[-1], image_size)
     if len(names) == 1:
@@ -1587,7 +1587,7 @@ def report(c, model, log):
     draw_images(run_folder(c) / 'detections.png', panels, model.config)
 
 def some_images(c, n):
-    """--images or, without, n images to judge by -> a list of (3, H, W), and as a batch."""
+    """--images, or else n validation images -> a list of (3, H, W), and as a batch."""
     if c.images:
         images = [see(read_photo(path, upright=True), c) for path in c.images]
     else:
@@ -1626,8 +1626,8 @@ def objective(x, q, k, penalty, e=0.0):
     return left + (penalty * x.abs() + e * x.square()).sum(-1)
 
 def solver_gap(q, k, own, c):
-    """Mean of f / f* - 1 for the solver's f of [OA Eq. 2] and the f* of 2000 iterations in float64,
-    which does not depend on rho."""
+    """Mean of f / f* - 1 in float64: f is the solver's objective [OA Eq. 2], f* that after 2000
+    iterations, which does not depend on rho."""
     q, k = q.cpu().double(), k.cpu().double()
     options = dict(own=own, sparsity=c.sparsity, ridge=c.ridge, positive=c.positive)
     penalty, _, e = scales(q, k, **options)
@@ -1640,9 +1640,9 @@ def diagnose(model, images, mask):
     """How the decoder chooses -> outputs; for each attention a row of means over queries and heads;
     x (B, nh, Q, N) of the last one.
 
-    nonzero: tokens with a coefficient of at least 1e-3 of the largest; top: share of the largest
-    eigenvalue in the trace of K^T K, 1 where all tokens are alike; gap: f / f* - 1, of the
-    solver's objective to the best.
+    nonzero: tokens with a coefficient above 1e-3 of the largest; top: the largest eigenvalue's
+    share of the trace of K^T K, 1 where all tokens are alike; gap: f / f* - 1, how far the
+    solver's objective is above the best.
     """
     c = model.config
     calls, hooks, rows = [], [], []
@@ -1670,7 +1670,7 @@ def diagnose(model, images, mask):
 @torch.no_grad()
 def inspect_run(c):
     """Where the decoder of a run looks (OA's Fig. 1), how sparsely, and how exact its solver is:
-    in --images or, without, in images to judge by."""
+    in --images, or else in validation images."""
     c, model = load_run(c)
     images, batch, mask = some_images(c, 8)
     outputs, rows, x = diagnose(model, batch, mask)

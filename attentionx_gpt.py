@@ -12,10 +12,10 @@ orthogonal to V. Both need only MH and V, so fused kernels still serve.
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
 
-Background, not needed to read on: PDMM minimises a sum of f_i(x_i) over the nodes of a graph such
-that A_ij x_i + A_ji x_j = b_ij on its edges (BF Eq. 1). Each node minimises f_i and what the edges'
-multipliers charge (2); an edge moves its multiplier by rho, a step size, times the residual
-b_ij - A_ji x_j - A_ij x_i (3, 4), so it is the sum of the residuals so far (5). With tokens as
+Background, safe to skip: PDMM minimises a sum of f_i(x_i) over the nodes of a graph subject to
+A_ij x_i + A_ji x_j = b_ij on its edges (BF Eq. 1). Each node minimises f_i plus what its edges'
+multipliers charge (2); each edge moves its multiplier by a step size rho times the residual
+b_ij - A_ji x_j - A_ij x_i (3, 4), so a multiplier adds up the residuals so far (5). With tokens as
 nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is V - MH.
 
     equation        what reaches the output projection                   function
@@ -34,8 +34,8 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
     python attentionx_gpt.py inspect --attention belief   # the discrepancy, layer by layer
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
 
-The first ends at a validation loss of 1.643 nats per byte; counting pairs of bytes gives 2.438
-(800 steps, 631,680 parameters, one seed). Given again, a command goes on where it was stopped.
+The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
+(800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
 Lines 1-623 are the paper: method, configuration, model, data, training. What follows is tools.
 """
@@ -97,7 +97,7 @@ def orthogonal(mh, v, dims):
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
-    # (a row may use only the token's own MH and V: with a cache, sampling has no other V)
+    # (a variant may use only a token's own MH and V: cached sampling passes it no other V)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
@@ -135,7 +135,7 @@ class Config:
     vocab_size: int = 0            # 0: as many as the data's tokenizer has
     bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
     dropout: float = 0.0
-    fp8_weights: bool = False      # round weights to float8 e5m2, as `casted` does
+    fp8_weights: bool = False      # round weights to float8 e5m2 (modded-nanogpt's `casted`)
     init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
@@ -146,10 +146,10 @@ class Config:
     batch_size: int = 32           # windows in memory at once, shared among the processes
     grad_accum_steps: int = 1      # batches in an optimiser step
     learning_rate: float = 2e-3    # at its peak
-    min_lr: float = 0.1            # where the cosine ends, times learning_rate
+    min_lr: float = 0.1            # final cosine rate, as a fraction of learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 100
-    warmdown_iters: int = 0        # last steps: down to 0 (trapezoid) or at a tenth (step)
+    warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
     weight_decay: float = 0.1      # AdamW's, on matrices
     beta1: float = 0.9
     beta2: float = 0.99
@@ -157,25 +157,25 @@ class Config:
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 640           # validation windows, the same ones every time
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: what follows may change when a run goes on
+    # machine: from here on, settings may differ when a run resumes
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of the log
-    max_minutes: float = 0.0       # save and stop a run after so long; 0: never
-    fresh: bool = False            # train anew what was stopped or finished
+    max_minutes: float = 0.0       # save and stop a run after this long; 0: never
+    fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
-    run: str = ''                  # sample: a run's folder; default: the last one of train
+    run: str = ''                  # sample: a run's folder; default: train's last run
     prompt: str = '\ndef '         # sample: a text to continue
     new_tokens: int = 300          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
     top_k: int = 0                 # sample: choose among the k likeliest; 0: among all
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
-    seeds: str = '0,1,2'           # compare: a run each
-    best: str = ''                 # compare: FIELD of --over, such as learning_rate, at its best
-    final_seeds: str = ''          # compare --best: judge what --seeds have chosen by these
+    seeds: str = '0,1,2'           # compare: a run per case and seed
+    best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
+    final_seeds: str = ''          # compare --best: other seeds to judge the choice
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -234,12 +234,12 @@ def rotate(x, past=0):
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose weights, scaled by their mean size, are rounded to float8 e5m2."""
+    """A linear layer whose weights, over their mean magnitude, are rounded to float8 e5m2."""
     def forward(self, x):
         w = self.weight.detach()
         scale = w.abs().mean()
         rounded = (w / scale).to(torch.float8_e5m2).to(w.dtype) * scale
-        return F.linear(x, self.weight + (rounded - w))  # the gradient goes straight through
+        return F.linear(x, self.weight + (rounded - w))  # straight-through gradient
 
 def make_norm(c):
     """LayerNorm or, in the rotary model, x / rms(x) over the channels, without parameters."""
@@ -325,7 +325,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Drawn by a generator of the tensor's own: what two variants share starts equal."""
+        """Initialise p from its own generator: what two variants share starts out equal."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         matrix = name.endswith('.weight') and p.dim() == 2
@@ -336,7 +336,7 @@ class GPT(nn.Module):
         elif matrix:
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
-        # what is neither, such as a gamma of yours, keeps what it was made with
+        # any other parameter, such as a gamma you add, keeps the value it was made with
 
     def embed(self, idx, past=0):
         """idx (B, T) from position `past` on -> (B, T, C)."""
@@ -353,8 +353,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """idx, targets (B, T) -> logits (B, T, V), loss in nats per token, over targets >= 0.
 
-        Without targets: logits of the last position (B, 1, V), and None. More than LOGITS of them
-        would fill the memory: then None, and a loss whose chunks the backward pass makes again.
+        Without targets: logits of the last position (B, 1, V), and None. More than LOGITS logits
+        would fill the memory: then None, and a loss in chunks that the backward pass recomputes.
         """
         x = self.embed(idx, cache[0]['k'].size(1) if cache and cache[0] else 0)
         for i, block in enumerate(self.transformer.h):
@@ -399,7 +399,7 @@ def get_tokenizer(name):
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
 def read_text(c):
-    """Two texts, to train and to validate on: every tenth file, or the last tenth of one file."""
+    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
     if c.data == 'builtin':
         files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
         texts = [f.read_text('utf-8', errors='replace') for f in files]
@@ -435,12 +435,12 @@ def load_data(c):
 # ------------------------------------ training ------------------------------------
 # What the loop below knows of GPTs: these names and functions.
 METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
-BETTER = min          # the less the better
-RESULTS = [METRIC]    # what `compare` tables at the end
+BETTER = min          # lower is better
+RESULTS = [METRIC]    # what `compare` tabulates at the end
 UNIT = 'tokens'       # what c.units_per_step counts
 
 def make_model(c, data):
-    """A model on the CPU. Its config has what the data decide; without data, c has that already."""
+    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
     if data:
         c = replace(c, vocab_size=c.vocab_size or data.vocab_size, tokenizer=data.tokenizer)
     model = GPT(c)
@@ -449,8 +449,8 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """A checkpoint of this script, of nanoGPT or of `casted`: their keys are ours, but for what
-    torch.compile puts before them, and for masks and frequencies."""
+    """Load a checkpoint of this script, nanoGPT or `casted`. Their keys are ours, apart from
+    torch.compile's prefix, masks and rotary frequencies."""
     saved = load_checkpoint(path, own=False)
     weights = {key.removeprefix('_orig_mod.'): p for key, p in saved.get('model', saved).items()
                if not key.endswith(('.attn.bias', '.inv_freq'))}
@@ -476,8 +476,8 @@ def windows(tokens, starts, c, device):
     return x[:, :-1], x[:, 1:]
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of micro-batch `micro`. They follow from seed and step alone: every
-    variant sees the same, and a run that goes on sees what it would have seen."""
+    """This process's rows of micro-batch `micro`. They depend on seed and step alone: every
+    variant sees the same, and a resumed run sees what an unbroken one would."""
     n = len(data.train) - c.block_size  # places where a window fits
     size = c.grad_accum_steps, c.batch_size
     starts = np.random.default_rng([c.seed, step]).integers(n, size=size)
@@ -518,8 +518,8 @@ def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
     It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what it takes to go on: a step follows from weights, optimizer, seed and
-    step alone, so a run that was stopped ends with the weights of one that was not.
+    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
+    and step number, so an interrupted run ends with the weights of an unbroken one.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -574,7 +574,7 @@ def train(c, folder=None):
             losses = []
             if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
                 keep('best.pt')
-            if done:  # outside autocast, which would keep the casts of other weights
+            if done:  # outside autocast, whose cached casts would miss a change of weights
                 row.update(finish(model, data, c, device, folder))
             print(f'{line}: {show(row)}', flush=True)
         if (new and due) or halt or time.time() - kept > 300:
@@ -639,7 +639,7 @@ def show(row):
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
     name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
-    if name == 'auto':  # mps is untested: compare with --device cpu
+    if name == 'auto':  # mps is untested: check against --device cpu
         name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if name.startswith('cuda'):
         if not cuda:
@@ -653,9 +653,9 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, then rename: whenever it is killed, a whole file is there."""
+    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # a full disk makes torch.save raise what is no OSError
+    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
     part.write_bytes(buffer.getvalue())
@@ -669,7 +669,7 @@ def load_checkpoint(path, own=True):
             raise ValueError(f'{saved["script"]}.py wrote it')
         return saved
     except Exception as error:  # PyTorch raises half a dozen kinds
-        fail(f'{path} is no checkpoint to read here: {" ".join(str(error).split())[:150]}')
+        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
 
 def write_csv(path, rows):
     if RANK == 0:
@@ -680,7 +680,7 @@ def write_csv(path, rows):
             writer.writerows(rows)
 
 def draw(path, logs, panels):
-    """A panel for each (x, y) of panels, a line in it for each log of logs, {label: [logs]}."""
+    """A panel for each (x, y) of panels, with a line per log; logs is {label: [log, ...]}."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -703,13 +703,13 @@ def draw(path, logs, panels):
         print(f'picture {path}')
 
 def settings(c):
-    """The fields above `device`: what makes one run another."""
+    """The fields above `device`: what tells one run from another."""
     names = [f.name for f in fields(c)]
     return {name: getattr(c, name) for name in names[:names.index('device')]}
 
 def code(c):
-    """The script above `tools`, parsed, without docstrings; of its tables the rows c names alone.
-    So a change of a text, or a new variant, trains nothing anew."""
+    """The script above `tools`, parsed, without docstrings, and with only the table rows c names:
+    a changed comment or docstring, or a new variant, retrains nothing."""
     tree = ast.parse(SOURCE.split('- tools -')[0])
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -760,7 +760,7 @@ def cases_of(c):
     """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
     types = {f.name: f.type for f in fields(c)}
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # that one last
+    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # --best's last
         field, _, values = spec.partition('=')
         new = {}
         for name, case in cases.items():
@@ -801,9 +801,9 @@ def compare(c):
     seeds = [int(seed) for seed in c.seeds.split(',')]
     final = [int(seed) for seed in c.final_seeds.split(',') if seed]
     if set(seeds) & set(final):
-        fail('--final-seeds judge what --seeds have chosen, so they must be others')
+        fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
-        fail(f'--best {c.best}: say with --over {c.best}=A,B what to choose from')
+        fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
     mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
     folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
     runs = train_all(cases, seeds)
@@ -819,7 +819,7 @@ def compare(c):
     return rows
 
 def choose(field, cases, runs, folder):
-    """Of cases that differ in nothing but `field` the one with the best mean -> {name: Config}."""
+    """Among cases that differ only in `field`, the one with the best mean -> {name: Config}."""
     groups, chosen, logs = {}, {}, {}
     for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
         groups.setdefault(name.rpartition(' ')[0], []).append(name)
@@ -841,8 +841,8 @@ def spread(values):
     return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
 
 def student(gaps):
-    """t of paired differences, and its two-sided p: where t = sqrt(n - 1) tan(a), the angle a has
-    a density of cos(a)^(n - 2)."""
+    """t and two-sided p of paired differences: with t = sqrt(n - 1) tan(a), the angle a has
+    a density proportional to cos(a)^(n - 2)."""
     n = len(gaps)
     mean, sd = spread(gaps)
     if not sd > 1e-9 * abs(mean):  # one run, or always the same
@@ -867,10 +867,10 @@ def tabulate(runs, seeds):
         rows.append(row)
     least = 0.0
     tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
-    for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
+    for i, row in enumerate(tested):  # Holm: multiply the smallest of n by n, the next by n - 1
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec are of training steps.\n'
+    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences from row 1 are paired '
+          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec: training steps only.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
@@ -880,7 +880,7 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time steps of training, and forward passes, of all cases in turn: noise hits all alike."""
+    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
     device, dtype = pick_device(c)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
@@ -888,7 +888,7 @@ def bench(c):
     for name, case in cases_of(c).items():
         # the last step's: belief_vit's images may grow until then
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings with which a step is nothing but a step
+        # settings that leave nothing but the step itself to time
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
@@ -922,7 +922,7 @@ def parse(argv):
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags go over them',
+    p.add_argument('--preset', choices=PRESETS, help='named settings; flags override them',
                    default='t4' if torch.cuda.is_available() else 'tiny')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
     for f in fields(Config):
@@ -938,7 +938,7 @@ def parse(argv):
     return action, c
 
 def catch(number, frame):
-    """The first Ctrl-C or SIGTERM waits for the end of the step; the second kills."""
+    """The first Ctrl-C or SIGTERM stops after the current step; the second kills."""
     STOP.append(number)
     signal.signal(number, signal.SIG_DFL)
 
@@ -955,7 +955,7 @@ def main(argv=None):
     try:
         result = ACTIONS[action](c)
     except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint is from before')
+        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
     except (ImportError, OSError) as error:  # no such package or file, disk full, no network
         fail(error)
     except RuntimeError as error:
@@ -993,11 +993,11 @@ def bigram_loss(data):
     return total / (len(val) - 1)
 
 def complete(c, model):
-    """Print a text, --prompt, and what the model makes of it."""
+    """Print --prompt and the model's continuation of it."""
     encoding = get_tokenizer(model.config.tokenizer)
     prompt = encoding.encode_ordinary(c.prompt)
     if not prompt:
-        fail('--prompt: nothing to go on from')
+        fail('--prompt: nothing to continue')
     torch.manual_seed(c.seed)
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
     tokens = model.eval().generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
@@ -1009,8 +1009,8 @@ def complete(c, model):
 def diagnose(model, idx):
     """What attention does with idx (B, T): for each layer a dict of means over the tokens.
 
-    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o and their cosines with the layer's
-    input X, alpha <MH,V> / <V,V>, p_own the attention of a token to itself, gamma.
+    mh = ||MH||, update = ||Phi|| or ||Delta||, *_out the same after W^o, cos_* its cosine with the
+    layer's input X, alpha = <MH,V> / <V,V>, p_own a token's attention to itself, gamma.
     """
     rows = []
     x = model.embed(idx)  # (B, T, C)

@@ -159,29 +159,29 @@ class Config:
     min_lr: float = 0.0            # where the cosine ends, times learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 50
-    warmdown_iters: int = 0        # last steps: down to 0 (trapezoid) or at a tenth (step)
+    warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
     weight_decay: float = 0.05     # AdamW's, on matrices
     eps: float = 1e-18             # SET-Adam's, under its root
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0: all there are
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: what follows may change when a run goes on
+    # machine: from here on, settings may differ when a run resumes
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of the log
-    max_minutes: float = 0.0       # save and stop a run after so long; 0: never
-    fresh: bool = False            # train anew what was stopped or finished
+    max_minutes: float = 0.0       # save and stop a run after this long; 0: never
+    fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
     run: str = ''                  # predict: a run's folder; default: the last one of train
     images: list = ()              # predict: photos; may be repeated
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
-    seeds: str = '0,1,2'           # compare: a run each
-    best: str = ''                 # compare: FIELD of --over, such as learning_rate, at its best
-    final_seeds: str = ''          # compare --best: judge what --seeds have chosen by these
+    seeds: str = '0,1,2'           # compare: a run per case and seed
+    best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
+    final_seeds: str = ''          # compare --best: other seeds to judge the choice
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -595,12 +595,12 @@ def mix(images, rng):
 # ------------------------------------ training ------------------------------------
 # What the loop below knows of images: these names and functions.
 METRIC = 'val_acc'                       # best.pt and `compare --best` go by this figure:
-BETTER = max                             # the more the better
-RESULTS = ['test_acc', 'best_test_acc']  # what `compare` tables at the end
+BETTER = max                             # higher is better
+RESULTS = ['test_acc', 'best_test_acc']  # what `compare` tabulates at the end
 UNIT = 'images'                          # what c.units_per_step counts
 
 def make_model(c, data):
-    """A model on the CPU. Its config has what the data decide; without data, c has that already."""
+    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
     if data:
         c = replace(c, classes=data.classes, num_classes=max(c.num_classes, len(data.classes)))
     model = ViT(c)
@@ -713,8 +713,8 @@ def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
     It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what it takes to go on: a step follows from weights, optimizer, seed and
-    step alone, so a run that was stopped ends with the weights of one that was not.
+    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
+    and step number, so an interrupted run ends with the weights of an unbroken one.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -769,7 +769,7 @@ def train(c, folder=None):
             losses = []
             if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
                 keep('best.pt')
-            if done:  # outside autocast, which would keep the casts of other weights
+            if done:  # outside autocast, whose cached casts would miss a change of weights
                 row.update(finish(model, data, c, device, folder))
             print(f'{line}: {show(row)}', flush=True)
         if (new and due) or halt or time.time() - kept > 300:
@@ -834,7 +834,7 @@ def show(row):
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
     name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
-    if name == 'auto':  # mps is untested: compare with --device cpu
+    if name == 'auto':  # mps is untested: check against --device cpu
         name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if name.startswith('cuda'):
         if not cuda:
@@ -848,9 +848,9 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, then rename: whenever it is killed, a whole file is there."""
+    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # a full disk makes torch.save raise what is no OSError
+    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
     part.write_bytes(buffer.getvalue())
@@ -864,7 +864,7 @@ def load_checkpoint(path, own=True):
             raise ValueError(f'{saved["script"]}.py wrote it')
         return saved
     except Exception as error:  # PyTorch raises half a dozen kinds
-        fail(f'{path} is no checkpoint to read here: {" ".join(str(error).split())[:150]}')
+        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
 
 def write_csv(path, rows):
     if RANK == 0:
@@ -875,7 +875,7 @@ def write_csv(path, rows):
             writer.writerows(rows)
 
 def draw(path, logs, panels):
-    """A panel for each (x, y) of panels, a line in it for each log of logs, {label: [logs]}."""
+    """A panel for each (x, y) of panels, with a line per log; logs is {label: [log, ...]}."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -898,13 +898,13 @@ def draw(path, logs, panels):
         print(f'picture {path}')
 
 def settings(c):
-    """The fields above `device`: what makes one run another."""
+    """The fields above `device`: what tells one run from another."""
     names = [f.name for f in fields(c)]
     return {name: getattr(c, name) for name in names[:names.index('device')]}
 
 def code(c):
-    """The script above `tools`, parsed, without docstrings; of its tables the rows c names alone.
-    So a change of a text, or a new variant, trains nothing anew."""
+    """The script above `tools`, parsed, without docstrings, and with only the table rows c names:
+    a changed comment or docstring, or a new variant, retrains nothing."""
     tree = ast.parse(SOURCE.split('- tools -')[0])
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -955,7 +955,7 @@ def cases_of(c):
     """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
     types = {f.name: f.type for f in fields(c)}
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # that one last
+    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # --best's last
         field, _, values = spec.partition('=')
         new = {}
         for name, case in cases.items():
@@ -996,9 +996,9 @@ def compare(c):
     seeds = [int(seed) for seed in c.seeds.split(',')]
     final = [int(seed) for seed in c.final_seeds.split(',') if seed]
     if set(seeds) & set(final):
-        fail('--final-seeds judge what --seeds have chosen, so they must be others')
+        fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
-        fail(f'--best {c.best}: say with --over {c.best}=A,B what to choose from')
+        fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
     mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
     folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
     runs = train_all(cases, seeds)
@@ -1014,7 +1014,7 @@ def compare(c):
     return rows
 
 def choose(field, cases, runs, folder):
-    """Of cases that differ in nothing but `field` the one with the best mean -> {name: Config}."""
+    """Among cases that differ only in `field`, the one with the best mean -> {name: Config}."""
     groups, chosen, logs = {}, {}, {}
     for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
         groups.setdefault(name.rpartition(' ')[0], []).append(name)
@@ -1036,8 +1036,8 @@ def spread(values):
     return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
 
 def student(gaps):
-    """t of paired differences, and its two-sided p: where t = sqrt(n - 1) tan(a), the angle a has
-    a density of cos(a)^(n - 2)."""
+    """t and two-sided p of paired differences: with t = sqrt(n - 1) tan(a), the angle a has
+    a density proportional to cos(a)^(n - 2)."""
     n = len(gaps)
     mean, sd = spread(gaps)
     if not sd > 1e-9 * abs(mean):  # one run, or always the same
@@ -1062,10 +1062,10 @@ def tabulate(runs, seeds):
         rows.append(row)
     least = 0.0
     tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
-    for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
+    for i, row in enumerate(tested):  # Holm: multiply the smallest of n by n, the next by n - 1
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec are of training steps.\n'
+    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences from row 1 are paired '
+          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec: training steps only.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
@@ -1075,7 +1075,7 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time steps of training, and forward passes, of all cases in turn: noise hits all alike."""
+    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
     device, dtype = pick_device(c)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
@@ -1083,7 +1083,7 @@ def bench(c):
     for name, case in cases_of(c).items():
         # the last step's: belief_vit's images may grow until then
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings with which a step is nothing but a step
+        # settings that leave nothing but the step itself to time
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
@@ -1117,7 +1117,7 @@ def parse(argv):
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags go over them',
+    p.add_argument('--preset', choices=PRESETS, help='named settings; flags override them',
                    default='t4' if torch.cuda.is_available() else 'tiny')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
     for f in fields(Config):
@@ -1133,7 +1133,7 @@ def parse(argv):
     return action, c
 
 def catch(number, frame):
-    """The first Ctrl-C or SIGTERM waits for the end of the step; the second kills."""
+    """The first Ctrl-C or SIGTERM stops after the current step; the second kills."""
     STOP.append(number)
     signal.signal(number, signal.SIG_DFL)
 
@@ -1150,7 +1150,7 @@ def main(argv=None):
     try:
         result = ACTIONS[action](c)
     except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint is from before')
+        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
     except (ImportError, OSError) as error:  # no such package or file, disk full, no network
         fail(error)
     except RuntimeError as error:

@@ -5,8 +5,8 @@
 """A GPT-2 that attends to few tokens: masks learned by distillation, and what that is worth.
 
 The report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) replaces the
-causal mask of GPT-2, the teacher, by a linear combination of candidate masks, and trains this
-student to give its teacher's distributions. It names five criteria; here they are measured, too.
+causal mask of GPT-2, the teacher, with a linear combination of candidate masks, and trains this
+student to match its teacher's distributions. It names five criteria, measured here as well.
 
     the report     what                                                  function
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, coefficients
@@ -20,16 +20,16 @@ so L1 drives every alpha to minus infinity, as the report saw; a budget acts on 
 
     python mask_distill.py                                  # train: 3 minutes on a CPU
     python mask_distill.py sample --prompt "def main("      # teacher and student, side by side
-    python mask_distill.py criteria                         # that run's: all five
+    python mask_distill.py criteria                         # that run's five criteria
     python mask_distill.py compare --table masks --seeds 0  # the criteria for ten choices of masks
     python mask_distill.py inspect --table l1               # coefficients in training: L1, budget
     python mask_distill.py scaling --lengths 1024,4096      # memory and time of attention
     python mask_distill.py --preset report004               # the report's experiment
 
-The first ends with 48 % of the pairs at 1.005 of the teacher's accuracy, KL 0.0102, gradient
+The first ends with 48 % of the pairs kept, 1.005 of the teacher's accuracy, KL 0.0102, gradient
 cosine 0.977; 2 of 4 criteria pass (644,224 parameters, one seed, 174 seconds of one CPU thread).
 
-Stage 1 of 2 finds a teacher, GPT-2's file or a small one trained here; stage 2 trains the student.
+Stage 1 of 2 takes a GPT-2 file as the teacher or trains a small one; stage 2 trains the student.
 Where the report is silent the code says [choice].
 Lines 1-724 are the report: method, configuration, model, data, training. What follows is tools.
 """
@@ -71,8 +71,8 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ the report's method ------------------------------------
-KINDS = {  # term of --masks: may token i attend to j <= i? `reach`: where windows and offsets end
-    # a line of your own is all that `--masks stride:N` takes, say (i - j) % n == 0
+KINDS = {  # term of --masks: may token i attend to j <= i? `reach`: how far windows and offsets go
+    # to get `--masks stride:N`, just add a line of your own, say (i - j) % n == 0
     'all': lambda i, j, n, reach: i >= j,
     'window': lambda i, j, n, reach: i - j < n,
     'offset': lambda i, j, n, reach: i - j == n,
@@ -99,32 +99,32 @@ def candidates(masks):
     return found
 
 def extent(masks):
-    """Where windows and offsets end, at least 1, and how many first tokens are kept besides."""
+    """How far windows and offsets go, at least 1, and how many first tokens are kept as well."""
     def largest(*kinds):
         return max([n for kind, n in candidates(masks) if kind in kinds], default=0)
 
     return max(largest('window'), largest('offset') + 1), largest('first', 'sinks')
 
 def bounded(masks):
-    """Are they windows, offsets and first tokens alone, which blocks and a small cache can hold?"""
+    """Are these only windows, offsets and first tokens, which blocks and a small cache can hold?"""
     return {kind for kind, _ in candidates(masks)} <= {'window', 'offset', 'first', 'sinks'}
 
 def coefficients(alpha):
-    """log sigmoid(alpha), (K,). [choice] A mask with less than a thousandth of the largest
-    coefficient is closed: -inf.  [MA Sec. 3]"""
+    """log sigmoid(alpha), (K,). [choice] A mask whose coefficient is below a thousandth of the
+    largest is closed: -inf.  [MA Sec. 3]"""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
 def own_token(masks, log_c):
-    """c / max c (K + 1,). [choice] So that no row is empty, a token may attend to itself: where no
-    open mask surely holds that, one more does, with the largest coefficient."""
+    """c / max c (K + 1,). [choice] So that no row is empty, a token may attend to itself: if no
+    open mask surely holds that pair, an extra one does, with the largest coefficient."""
     relative = (log_c - log_c.max()).exp()  # (K,)
     sure = [KINDS[kind](10**9, 10**9, n, 1) for kind, n in candidates(masks)]  # of late tokens
     own = relative[sure].sum() == 0
     return torch.cat([relative, own.view(1)])
 
 def hold(masks, i, j):
-    """Which masks, last the own token's, hold i (..., Tq), j (..., T)? -> (K + 1, ..., Tq, T)."""
+    """Which masks, the own token's last, hold i (..., Tq), j (..., T)? -> (K + 1, ..., Tq, T)."""
     i, j = i[..., None], j[..., None, :]
     reach, _ = extent(masks)
     return torch.stack([KINDS[kind](i, j, n, reach) & (0 <= j) & (j <= i)
@@ -182,7 +182,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     i = torch.arange(n * b, device=q.device).view(n, b)
     near = torch.arange(1 - reach, b, device=q.device) + i[:, :1]  # (n, b + reach - 1)
     far = torch.arange(first, device=q.device).repeat(n, 1)
-    far = far.masked_fill(far >= near[:, :1], -1)  # nowhere: it is among the near ones
+    far = far.masked_fill(far >= near[:, :1], -1)  # in no mask: `near` already has it
 
     def keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + reach - 1 + first, hs)
         windows = F.pad(t, (0, 0, reach - 1, end)).unfold(2, b + reach - 1, b).mT
@@ -194,7 +194,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     return (p.to(v.dtype) @ keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def expected_pairs(chances, masks, T):
-    """Share of T tokens' causal pairs in any mask, if each is there with its chance (K + 1,)."""
+    """Share of T tokens' causal pairs in any mask if each is open with its chance (K + 1,)."""
     i = torch.arange(T, device=chances.device)
     lost = 1.0
     for chance, m in zip(chances, hold(masks, i, i)):
@@ -202,8 +202,8 @@ def expected_pairs(chances, masks, T):
     return (1 - lost).sum() / (T * (T + 1) / 2)
 
 def penalty(alphas, c):
-    """L1, the sum of the coefficients of every layer's alpha (K,), and by how much the expected
-    pairs, with chances c / max c, are over the budget.  [MA Sec. 2.5]"""
+    """L1, the sum of the coefficients of every layer's alpha (K,), plus how far the expected share
+    of pairs, with chances c / max c, exceeds the budget.  [MA Sec. 2.5]"""
     total = c.l1 * sum(alpha.sigmoid().sum() for alpha in alphas)
     if c.budget:
         for alpha in alphas:
@@ -223,18 +223,18 @@ def kept_pairs(alphas, masks, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
     # the report's method
-    masks: str = 'window:32+sinks:4'  # all, window:N, offset:N, first:N, sinks:N, names; with +
+    masks: str = 'window:32+sinks:4'  # all, window:N, offset:N, first:N, sinks:N, names; join by +
     reading: str = 'renormalised'  # a name in READINGS: what the combination of masks means
-    learn: str = 'attention'       # alphas: those alone; attention: with c_attn and c_proj
+    learn: str = 'attention'       # alphas: only those; attention: also c_attn and c_proj
     l1: float = 0.0                # weight of the report's penalty on coefficients
-    budget: float = 0.0            # share of the causal pairs to keep; 0: any
+    budget: float = 0.0            # share of the causal pairs to keep; 0: no limit
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
     stage: str = 'student'         # set by the script: teacher in stage 1
     init: str = ''                 # teacher: a GPT-2's safetensors file, or a checkpoint of stage 1
     teacher_iters: int = 600       # steps of its training
     teacher_lr: float = 2e-3       # its learning rate at the peak
-    n_layer: int = 3               # of a teacher trained here, as the next three
+    n_layer: int = 3               # this and the next three: of a teacher trained here
     n_head: int = 4
     n_embd: int = 128
     vocab_size: int = 0            # 0: as many as the data's tokenizer has
@@ -249,22 +249,22 @@ class Config:
     batch_size: int = 16           # windows in memory at once, shared among the processes
     grad_accum_steps: int = 1      # batches in an optimiser step
     learning_rate: float = 5e-4    # of the attention's weights, at its peak
-    min_lr: float = 0.1            # where the cosine ends, times learning_rate
+    min_lr: float = 0.1            # final cosine rate, as a fraction of learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 20
-    warmdown_iters: int = 0        # last steps: down to 0 (trapezoid) or at a tenth (step)
+    warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
     weight_decay: float = 0.1      # AdamW's, on matrices of a teacher trained here
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 50        # steps between evaluations, and between checkpoints
     eval_rows: int = 64            # validation windows, the same ones every time
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: what follows may change when a run goes on
+    # machine: from here on, settings may differ when a run resumes
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 10         # steps between lines of the log
-    max_minutes: float = 0.0       # save and stop a run after so long; 0: never
-    fresh: bool = False            # train anew what was stopped or finished, but for the teacher
+    max_minutes: float = 0.0       # save and stop a run after this long; 0: never
+    fresh: bool = False            # restart a run from scratch, but for the teacher
     out_dir: str = 'out'           # where runs are written
     # actions
     run: str = ''                  # sample, criteria: a run's folder; default: the last one
@@ -274,9 +274,9 @@ class Config:
     lengths: str = '1024'          # criteria, scaling: tokens of the sequences measured
     over: list = ()                # compare, bench, inspect: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench, inspect: a name in TABLES; default: the first
-    seeds: str = '0,1,2'           # compare: a run each
-    best: str = ''                 # compare: FIELD of --over, such as learning_rate, at its best
-    final_seeds: str = ''          # compare --best: judge what --seeds have chosen by these
+    seeds: str = '0,1,2'           # compare: a run per case and seed
+    best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
+    final_seeds: str = ''          # compare --best: other seeds to judge the choice
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -287,7 +287,7 @@ class Config:
         if self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
         if not 0 <= self.budget <= 1:
-            fail(f'--budget {self.budget:g} is a share of the pairs, from 0 to 1')
+            fail(f'--budget {self.budget:g} must be a share of the pairs, from 0 to 1')
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
 
@@ -305,7 +305,7 @@ T4 = dict(data='wikitext-2', block_size=256, n_layer=6, n_head=6, n_embd=384, te
 PRESETS = {
     'tiny': {},
     't4': dict(T4, masks='window:96+sinks:4', max_iters=600, eval_interval=100),
-    # [choice] batch, rates, weight of L1; and trained attention, which its fall of the loss needs
+    # [choice] batch, rates, weight of L1; and trained attention: the report's loss drop needs it
     'report004': dict(T4, masks='last5', l1=1e-3, block_size=512, samples=1000, batch_size=8,
                       max_iters=12500, eval_interval=250),  # 100 epochs of 125 steps
 }
@@ -371,8 +371,8 @@ class SelfAttention(nn.Module):
             k, v = torch.cat([cache['k'], k], 2), torch.cat([cache['v'], v], 2)
             j = torch.cat([cache['j'], i])
         y = self.attend(q, k, v, i, j, watch)  # (B, nh, T, hs)
-        if cache is not None:  # it is empty at first
-            if bounded(self.masks) and self.reading != 'unnormalised':  # which divides by all
+        if cache is not None:  # even if still empty
+            if bounded(self.masks) and self.reading != 'unnormalised':  # whose softmax needs all
                 reach, first = extent(self.masks)
                 stays = (j < first) | (j > j[-1] + 1 - reach)  # what later tokens may attend to
                 k, v, j = k[:, :, stays], v[:, :, stays], j[stays]
@@ -417,8 +417,8 @@ class GPT2(nn.Module):
                 nn.init.normal_(p, 0.0, std, generator=generator)
 
     def forward(self, idx, cache=None, watch=None, logits=True):
-        """idx (B, T) -> logits (B, T, V), or the features (B, T, C) that they come from. cache: a
-        dict for every layer; watch: a list, gets every layer's attention weights (B, nh, T, T)."""
+        """idx (B, T) -> logits (B, T, V), or the features (B, T, C) that they come from. cache: one
+        dict per layer; watch: a list that gets every layer's attention weights (B, nh, T, T)."""
         past = cache[0].get('past', 0) if cache else 0
         x = self.wte(idx) + self.wpe(torch.arange(past, past + idx.size(1), device=idx.device))
         for block, layer in zip(self.h, cache or [None] * len(self.h)):
@@ -431,8 +431,8 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0):
-        """idx (B, T) -> (B, T + max_new_tokens), and the cache's bytes at the end. [choice] What is
-        cached cannot move: when positions are used up, the last half is encoded afresh."""
+        """idx (B, T) -> (B, T + max_new_tokens), and the cache's bytes at the end. [choice] Cached
+        entries cannot move: when positions run out, the last half is encoded afresh."""
         positions = len(self.wpe.weight)
         new, cache = idx[:, -positions:], [{} for _ in self.h]
         for _ in range(max_new_tokens):
@@ -446,7 +446,7 @@ class GPT2(nn.Module):
         return idx, sum(layer['k'].nbytes + layer['v'].nbytes for layer in cache)
 
 def substitute(teacher, c):
-    """A copy of the teacher whose attention has masks. Only what --learn says trains."""
+    """A copy of the teacher whose attention has masks. Only what --learn says is trained."""
     model = copy.deepcopy(teacher)
     model.config = c
     zeros = torch.zeros(len(candidates(c.masks)), device=teacher.wte.weight.device)
@@ -464,7 +464,7 @@ def stream(name, *numbers):
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 def read_text(c):
-    """Two texts, to train and to validate on: every tenth file, or the last tenth of one file."""
+    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
     if c.data == 'builtin':
         files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
         texts = [f.read_text('utf-8', errors='replace') for f in files]
@@ -506,8 +506,8 @@ def load_data(c):
         t = data.teacher.config
         fits = V <= t.vocab_size < V + 128  # 50257, or 50304 where a file is padded
         if not fits or t.block_size < c.block_size:
-            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions, the '
-                 f'data {V} and --block-size {c.block_size}')
+            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions; the '
+                 f'data need {V}, --block-size {c.block_size}')
     return data
 
 def windows(tokens, starts, c, device):
@@ -518,13 +518,13 @@ def windows(tokens, starts, c, device):
 
 # ------------------------------------ training ------------------------------------
 METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
-BETTER = min          # the less the better
-RESULTS = ['kl', 'accuracy', 'mse', 'cosine', 'kept']  # what `compare` tables
-LOGITS = 2 ** 25      # of a distribution, held at once: 128 MB in float32
+BETTER = min          # lower is better
+RESULTS = ['kl', 'accuracy', 'mse', 'cosine', 'kept']  # what `compare` tabulates
+LOGITS = 2 ** 25      # held at once for one distribution: 128 MB in float32
 UNIT = 'tokens'       # what c.units_per_step counts
 
 def make_model(c, data):
-    """A teacher to be or, in stage 2, the teacher with masks; its config has what data decide."""
+    """A new teacher or, in stage 2, the teacher with masks; its config has what the data decide."""
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size))
     if not data:
@@ -534,7 +534,7 @@ def make_model(c, data):
     return substitute(data.teacher, replace(c, vocab_size=t.vocab_size))
 
 def make_optimizer(model, c):
-    """AdamW. Only a teacher's matrices decay: a student's should go to its teacher, not to zero."""
+    """AdamW. Only a teacher's matrices decay: a student's should tend to its teacher's, not 0."""
     groups = []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -554,9 +554,9 @@ def get_batch(data, c, step, micro, device):
     return x, y, data.teacher
 
 def token_kl(x, y, weight):
-    """KL(teacher || student), nats, of features y and x (B, T, C), with the same output weights
-    (V, C) -> (B T,). The backward pass makes the logits again.  [MA Sec. 2.1]"""
-    def chunk(x, y):  # GPT-2's logits are near -100, where bfloat16 knows halves: a KL of 5e-3
+    """KL(teacher || student) in nats, from features y and x (B, T, C) with the same output weights
+    (V, C) -> (B T,). The backward pass recomputes the logits.  [MA Sec. 2.1]"""
+    def chunk(x, y):  # GPT-2's logits are near -100, where bfloat16 rounds to halves: a KL of 5e-3
         with torch.autocast(x.device.type, enabled=False):
             p = F.log_softmax(F.linear(y.float(), weight.float()), dim=-1)  # (rows, V)
             q = F.log_softmax(F.linear(x.float(), weight.float()), dim=-1)
@@ -596,7 +596,7 @@ def evaluate(model, data, c, device):
     return figures
 
 def finish(model, data, c, device, folder):
-    """The report's criteria but for memory, when a student is trained."""
+    """The report's criteria except memory, once a student is trained."""
     if c.stage == 'teacher':
         return {}
     rows = max(1, min(c.batch_size, LOGITS // (c.block_size * model.config.vocab_size)))
@@ -619,8 +619,8 @@ def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
     It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what it takes to go on: a step follows from weights, optimizer, seed and
-    step alone, so a run that was stopped ends with the weights of one that was not.
+    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
+    and step number, so an interrupted run ends with the weights of an unbroken one.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -675,7 +675,7 @@ def train(c, folder=None):
             losses = []
             if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
                 keep('best.pt')
-            if done:  # outside autocast, which would keep the casts of other weights
+            if done:  # outside autocast, whose cached casts would miss a change of weights
                 row.update(finish(model, data, c, device, folder))
             print(f'{line}: {show(row)}', flush=True)
         if (new and due) or halt or time.time() - kept > 300:
@@ -740,7 +740,7 @@ def show(row):
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
     name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
-    if name == 'auto':  # mps is untested: compare with --device cpu
+    if name == 'auto':  # mps is untested: check against --device cpu
         name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if name.startswith('cuda'):
         if not cuda:
@@ -754,9 +754,9 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
 
 def save_checkpoint(path, state):
-    """Write beside it, then rename: whenever it is killed, a whole file is there."""
+    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # a full disk makes torch.save raise what is no OSError
+    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
     part = path.with_suffix('.part')
     part.write_bytes(buffer.getvalue())
@@ -770,7 +770,7 @@ def load_checkpoint(path, own=True):
             raise ValueError(f'{saved["script"]}.py wrote it')
         return saved
     except Exception as error:  # PyTorch raises half a dozen kinds
-        fail(f'{path} is no checkpoint to read here: {" ".join(str(error).split())[:150]}')
+        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
 
 def write_csv(path, rows):
     if RANK == 0:
@@ -781,7 +781,7 @@ def write_csv(path, rows):
             writer.writerows(rows)
 
 def draw(path, logs, panels):
-    """A panel for each (x, y) of panels, a line in it for each log of logs, {label: [logs]}."""
+    """A panel for each (x, y) of panels, with a line per log; logs is {label: [log, ...]}."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -804,13 +804,13 @@ def draw(path, logs, panels):
         print(f'picture {path}')
 
 def settings(c):
-    """The fields above `device`: what makes one run another."""
+    """The fields above `device`: what tells one run from another."""
     names = [f.name for f in fields(c)]
     return {name: getattr(c, name) for name in names[:names.index('device')]}
 
 def code(c):
-    """The script above `tools`, parsed, without docstrings; of its tables the rows c names alone.
-    So a change of a text, or a new variant, trains nothing anew."""
+    """The script above `tools`, parsed, without docstrings, and with only the table rows c names:
+    a changed comment or docstring, or a new variant, retrains nothing."""
     tree = ast.parse(SOURCE.split('- tools -')[0])
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -861,7 +861,7 @@ def cases_of(c):
     """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
     types = {f.name: f.type for f in fields(c)}
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # that one last
+    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # --best's last
         field, _, values = spec.partition('=')
         new = {}
         for name, case in cases.items():
@@ -902,9 +902,9 @@ def compare(c):
     seeds = [int(seed) for seed in c.seeds.split(',')]
     final = [int(seed) for seed in c.final_seeds.split(',') if seed]
     if set(seeds) & set(final):
-        fail('--final-seeds judge what --seeds have chosen, so they must be others')
+        fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
-        fail(f'--best {c.best}: say with --over {c.best}=A,B what to choose from')
+        fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
     mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
     folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
     runs = train_all(cases, seeds)
@@ -920,7 +920,7 @@ def compare(c):
     return rows
 
 def choose(field, cases, runs, folder):
-    """Of cases that differ in nothing but `field` the one with the best mean -> {name: Config}."""
+    """Among cases that differ only in `field`, the one with the best mean -> {name: Config}."""
     groups, chosen, logs = {}, {}, {}
     for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
         groups.setdefault(name.rpartition(' ')[0], []).append(name)
@@ -942,8 +942,8 @@ def spread(values):
     return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
 
 def student(gaps):
-    """t of paired differences, and its two-sided p: where t = sqrt(n - 1) tan(a), the angle a has
-    a density of cos(a)^(n - 2)."""
+    """t and two-sided p of paired differences: with t = sqrt(n - 1) tan(a), the angle a has
+    a density proportional to cos(a)^(n - 2)."""
     n = len(gaps)
     mean, sd = spread(gaps)
     if not sd > 1e-9 * abs(mean):  # one run, or always the same
@@ -968,10 +968,10 @@ def tabulate(runs, seeds):
         rows.append(row)
     least = 0.0
     tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
-    for i, row in enumerate(tested):  # Holm: the smallest of n counts n times, the next n - 1 times
+    for i, row in enumerate(tested):  # Holm: multiply the smallest of n by n, the next by n - 1
         row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences to the first row are paired '
-          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec are of training steps.\n'
+    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences from row 1 are paired '
+          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec: training steps only.\n'
           f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
     for row in rows:
         print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
@@ -981,7 +981,7 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time steps of training, and forward passes, of all cases in turn: noise hits all alike."""
+    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
     device, dtype = pick_device(c)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
@@ -989,7 +989,7 @@ def bench(c):
     for name, case in cases_of(c).items():
         # the last step's: belief_vit's images may grow until then
         batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings with which a step is nothing but a step
+        # settings that leave nothing but the step itself to time
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
@@ -1023,7 +1023,7 @@ def parse(argv):
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags go over them',
+    p.add_argument('--preset', choices=PRESETS, help='named settings; flags override them',
                    default='t4' if torch.cuda.is_available() else 'tiny')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
     for f in fields(Config):
@@ -1039,7 +1039,7 @@ def parse(argv):
     return action, c
 
 def catch(number, frame):
-    """The first Ctrl-C or SIGTERM waits for the end of the step; the second kills."""
+    """The first Ctrl-C or SIGTERM stops after the current step; the second kills."""
     STOP.append(number)
     signal.signal(number, signal.SIG_DFL)
 
@@ -1056,7 +1056,7 @@ def main(argv=None):
     try:
         result = ACTIONS[action](c)
     except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint is from before')
+        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
     except (ImportError, OSError) as error:  # no such package or file, disk full, no network
         fail(error)
     except RuntimeError as error:
@@ -1077,7 +1077,7 @@ def main(argv=None):
 DTYPES = {'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
 
 def read_header(path):
-    """A safetensors file -> its json header, whose length is in 8 bytes, and the bytes after it."""
+    """A safetensors file -> its json header, sized by the first 8 bytes, and the bytes after it."""
     file = np.memmap(path, np.uint8, 'r')
     n = int.from_bytes(file[:8].tobytes(), 'little')
     return json.loads(file[8:8 + n].tobytes()), file[8 + n:]
@@ -1094,9 +1094,9 @@ def read_safetensors(path):
     return tensors
 
 def load_gpt2(path):
-    """A GPT-2 of any size from its safetensors file, of the hub or of transformers, which puts
-    "transformer." before the keys -> GPT2. Heads are 64 wide, or as many as the metadata say."""
-    dropped = ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')  # masks, and what is wte
+    """A safetensors file of a GPT-2 of any size, from the hub or from transformers, which puts
+    "transformer." before the keys -> GPT2. Heads are 64 wide unless the metadata have n_head."""
+    dropped = ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')  # masks, and a copy of wte
     try:
         state = {key.removeprefix('transformer.'): tensor.float()
                  for key, tensor in read_safetensors(path).items() if not key.endswith(dropped)}
@@ -1126,8 +1126,8 @@ def load_teacher(c):
 
 CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
     'accuracy': 0.95,  # at least: its next-token accuracy / the teacher's
-    'cosine': 0.95,    # at least: of both gradients for all c_attn and c_proj, as one vector
-    'mse': 1e-4,       # at most: mean (P - P')^2 over layers, heads and, a [choice], pairs j <= i
+    'cosine': 0.95,    # at least: between both gradients for all c_attn and c_proj, as one vector
+    'mse': 1e-4,       # at most: mean (P - P')^2 over layers, heads and, by [choice], pairs j <= i
     'kl': 1e-3,        # at most: KL(teacher || student) in nats, mean over tokens
 }
 
@@ -1138,7 +1138,7 @@ def passes(name, value):
 @torch.enable_grad()
 def look(model, x, y):
     """Log-probabilities (N, V) at the N targets y that are not -1, every layer's attention weights
-    (B, nh, T, T), and the gradient of the summed cross-entropy for all weights of the attention."""
+    (B, nh, T, T), and the gradient of the summed cross-entropy for all parameters of attention."""
     params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
               if '.attn.c_' in name}
     maps = []
@@ -1150,9 +1150,9 @@ def look(model, x, y):
 
 @torch.no_grad()
 def fidelity(model, teacher, batches):
-    """How close a student is to its teacher on batches of (x, y), both (B, T); targets of -1 are
-    padding and count in nothing. Beside the criteria: tv, the mean over rows of 1/2 sum_j |P - P'|,
-    which does not shrink with length as MSE does; ppl, their perplexities' ratio.  [MA Sec. 2.4]"""
+    """How close a student is to its teacher on batches of (x, y), both (B, T); y = -1 is padding
+    and never counts. Besides the criteria: tv, the mean over rows of 1/2 sum_j |P - P'|, which does
+    not shrink with length as MSE does; ppl, student's perplexity / teacher's.  [MA Sec. 2.4]"""
     sums = {}
     for x, y in batches:
         real = y >= 0  # (B, T)
@@ -1179,13 +1179,13 @@ def fidelity(model, teacher, batches):
     return figures
 
 TEACHER = ('seed', 'block_size', 'data', 'tokenizer', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
-           'teacher_iters', 'teacher_lr', 'weight_decay')  # what makes it another one: no code
+           'teacher_iters', 'teacher_lr', 'weight_decay')  # what makes another teacher: not code
 
 def with_teacher(c):
     """Stage 1 of 2 -> c with a teacher in c.init: the one it names, a prepared GPT-2, or one that
     is trained here, once."""
     for spec in c.over:
-        if spec.partition('=')[0] in TEACHER[3:]:  # seed, size and data may vary
+        if spec.partition('=')[0] in TEACHER[3:]:  # seed, block_size and data may vary
             fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
     if c.init:
         return c
@@ -1230,8 +1230,8 @@ def peak(f, device):
     return max(np.cumsum([size for _, size in events]))
 
 def memory(c, T, device):
-    """Peak bytes for one sequence of T tokens, float32, of attention alone and of a whole model
-    with its parameters, random here; and milliseconds -> {way: {what: figure}}.  [MA Sec. 2.4]"""
+    """Peak memory of attention alone, and of a model with its (random) parameters, for a sequence
+    of T tokens in float32; also attention's time -> {way: {what: figure}}.  [MA Sec. 2.4]"""
     model = GPT2(replace(c, block_size=T)).to(device)
     held = sum(p.nbytes for p in model.parameters())
     i = torch.arange(T, device=device)
@@ -1284,7 +1284,7 @@ PROMPTS = [  # the report's
     'old books and something more sinister—fear']
 
 def side_by_side(c, model, teacher, prompts):
-    """Print how both go on, with equal luck -> [(prompt, teacher's text, student's text)]."""
+    """Print how both continue, from the same seed -> [(prompt, teacher's text, student's text)]."""
     encoding = get_tokenizer(model.config.tokenizer)
     device = model.wte.weight.device
     found = [[prompt] for prompt in prompts]
@@ -1310,7 +1310,7 @@ def report(c, model, log):
                  for name in CRITERIA]
         print(f'{case:14}' + ''.join(f'{word:>17}' for word in words))
     advice = '' if figures['passed'] == 4 else (
-        '; at the defaults --masks window:96+sinks:4 passes all, with 95 %')
+        '; at the defaults, --masks window:96+sinks:4 keeps 95 % and passes all')
     print(f'result  {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
           f'accuracy; {figures["passed"]} of 4 criteria pass{advice}')
     side_by_side(c, model, data.teacher, PROMPTS[:2])
@@ -1322,7 +1322,7 @@ def criteria(c):
     return dict(report(c, model, []), memory=scaling(model.config))
 
 def sample(c):
-    """Teacher and student go on from --prompt, or from the report's seven."""
+    """Teacher and student continue --prompt, or the report's seven prompts."""
     c, model = load_run(c)
     return side_by_side(c, model, load_teacher(c), [c.prompt] if c.prompt else PROMPTS)
 

