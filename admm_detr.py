@@ -290,7 +290,7 @@ class Config:
     grad_accum_steps: int = 1      # batches in an optimiser step
     learning_rate: float = 1e-3    # at its peak
     lr_backbone: float = 1.0       # the backbone's, as a multiple of learning_rate
-    min_lr: float = 0.05           # where the cosine ends, times learning_rate
+    min_lr: float = 0.05           # final cosine rate, as a fraction of learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 100
     warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)

@@ -6,11 +6,11 @@
 
 Attention tells a patch of an image what the others say: MH = softmax(QK^T / sqrt(d)) V, a weighted
 sum of values. BeliefFormer passes on only the part of MH that is orthogonal to the patch's own V,
-what it did not know already; AttentionX passes on V less MH. (Why: see attentionx_gpt.py, PDMM.)
+what the patch did not know yet; AttentionX passes on V minus MH. (Why: PDMM, attentionx_gpt.py.)
 
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
-    SA   G. Zhang, SET-Adam, arXiv 2302.01029: the optimiser that the three name
+    SA   G. Zhang, SET-Adam, arXiv 2302.01029: the optimiser the other three name
 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
@@ -31,12 +31,12 @@ what it did not know already; AttentionX passes on V less MH. (Why: see attentio
     python belief_vit.py compare --preset cifar-paper --table 3    # the papers' tables: 1 and 3
     python belief_vit.py --preset imagenet-paper       # DeiT-small, images growing from 32 to 224
 
-The first ends with 96.4 % of the test images right, a linear model of the pixels with 26.2 % (563
-steps, 154,030 parameters, one seed). Given again, a command goes on where it was stopped.
+The first ends with 96.4 % of the test images right; a linear model of the pixels gets 26.2 % (563
+steps, 154,030 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
-vit-small is vision-transformers-cifar10's, deit-small timm's, deit-small-local
-efficient-vit-training's [deviation] without EMA, repeated augmentation, RandAugment of photos and
-unused parameters, and with position embeddings that the optimiser does not lose.
+vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-local from
+efficient-vit-training, [deviation] without EMA, repeated augmentation, RandAugment of photos and
+unused parameters, but with position embeddings that stay in the optimiser.
 
 Lines 1-818 are the paper: method, configuration, model, data, training. What follows is tools.
 """
@@ -111,7 +111,7 @@ def default_gamma(c):
     return 1.0 if c.zero_diag else 3.0
 
 # ------------------------------------ configuration ------------------------------------
-MODELS = {  # the fields of Config that are None mean these
+MODELS = {  # what fields of Config left at None default to
     'tiny': dict(image_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=4, head_size=16,
                  mlp_dim=128, dropout=0.0, zero_diag=True),
     'vit-small': dict(image_size=32, patch_size=4, embed_dim=512, depth=6, num_heads=8,
@@ -127,10 +127,10 @@ class Config:
     # the papers' method
     attention: str = 'belief'      # a name in ATTENTION: what reaches the output projection
     gamma: float = None            # default: 0.5 for v1; others 1 with zero_diag, 3 without
-    zero_diag: bool = None         # a token does not attend to itself; default: in tiny, vit-small
+    zero_diag: bool = None         # no token attends to itself; default: on in tiny, vit-small
     # model
-    model: str = 'tiny'            # a name in MODELS, which has the sizes that are not given here
-    image_size: int = None         # pixels, of the side of a square
+    model: str = 'tiny'            # a name in MODELS, which sets the sizes not given here
+    image_size: int = None         # side of the square image, in pixels
     patch_size: int = None         # pixels
     embed_dim: int = None          # channels of a token
     depth: int = None              # blocks
@@ -138,30 +138,30 @@ class Config:
     head_size: int = None          # channels of a head
     mlp_dim: int = None            # hidden channels of the feed-forward network
     dropout: float = None
-    drop_path: float = 0.0         # chance to leave out a branch, in the last block; 0 in the first
+    drop_path: float = 0.0         # chance to drop a branch: 0 in the first block, this in the last
     num_classes: int = 0           # at least as many as the data has
     classes: list = ()             # their names; the data know them
     init: str = ''                 # file with weights to start from: a checkpoint of DeiT, say
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
-    randaugment: str = 'none'      # none, paper or fixed: of small images, beside crop and flip
-    mix: bool = False              # mixup, cutmix and random erasing, as DeiT has them
+    randaugment: str = 'none'      # none, paper or fixed: for small images, besides crop and flip
+    mix: bool = False              # mixup, cutmix and random erasing, as in DeiT
     label_smoothing: float = 0.0   # probability spread over all classes
-    first_size: int = 0            # pixels images have at first; 0: image_size
+    first_size: int = 0            # side of the first images, in pixels; 0: image_size
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
     batch_size: int = 64           # images in memory at once, shared among the processes
     grad_accum_steps: int = 1      # batches in an optimiser step
-    optimizer: str = 'adamw'       # adamw, or set-adam, the papers'
+    optimizer: str = 'adamw'       # adamw, or set-adam as in the papers
     learning_rate: float = 4e-3    # at its peak
-    min_lr: float = 0.0            # where the cosine ends, times learning_rate
+    min_lr: float = 0.0            # final cosine rate, as a fraction of learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 50
     warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
     weight_decay: float = 0.05     # AdamW's, on matrices
-    eps: float = 1e-18             # SET-Adam's, under its root
+    eps: float = 1e-18             # SET-Adam's, inside its square root
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0: all there are
@@ -175,7 +175,7 @@ class Config:
     fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
-    run: str = ''                  # predict: a run's folder; default: the last one of train
+    run: str = ''                  # predict: a run's folder; default: train's last run
     images: list = ()              # predict: photos; may be repeated
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
@@ -203,7 +203,7 @@ class Config:
             fail('--over model: each has sizes of its own; compare takes one model')
 
     @property
-    def shifted(self):  # patches of five images, and a learned scale of the scores
+    def shifted(self):  # shifted patch embedding, and a learned softmax temperature
         return self.model in ('tiny', 'vit-small')
 
     @property
@@ -218,14 +218,14 @@ PRESETS = {
     'tiny': {},
     't4': dict(model='vit-small', data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=512, learning_rate=5e-4, warmup_iters=200, eval_interval=200, threads=0),
-    # the papers name the repository and SET-Adam's settings, BF 400 epochs; the rest is its recipe
+    # the papers name a repository and SET-Adam's settings, BF 400 epochs; the rest is that repo's
     'cifar-paper': dict(model='vit-small', data='cifar10', randaugment='paper',
                         max_iters=35157,  # 400 epochs of 45,000 images
                         batch_size=512, optimizer='set-adam', learning_rate=1e-4,
                         warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
     # BF names the repository and the model
     'imagenet-paper': dict(model='deit-small-local', data='imagenet', batch_size=64,
-                           max_iters=5945415,  # 300 epochs; its best run stopped after 24 hours
+                           max_iters=5945415,  # 300 epochs; the repo's best run stopped at 24 hours
                            learning_rate=1.25e-4, min_lr=0.08, warmup_iters=0, grad_clip=0.0,
                            drop_path=0.1, mix=True, label_smoothing=0.1, first_size=32,
                            val_fraction=0.01, eval_interval=10000, threads=0),
@@ -257,7 +257,7 @@ class PatchEmbed(nn.Module):
         return self.proj(images).flatten(2).mT  # (B, h w, C)
 
 class ShiftedPatchEmbed(nn.Module):
-    """The same from patches of five images: the image, and moved a pixel in each direction."""
+    """The same from five images stacked: the image, and its shifts by a pixel in 4 directions."""
     def __init__(self, c):
         super().__init__()
         self.patch_size = c.patch_size
@@ -379,7 +379,7 @@ class ViT(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name, p):
         """Each tensor has a generator of its own, so that variants start with the same weights.
-        vit-small is as PyTorch makes it, deit-small as timm, deit-small-local as Xavier."""
+        vit-small has PyTorch's initialisation, deit-small timm's, deit-small-local Xavier's."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         layer = self.get_submodule(name.rpartition('.')[0])
@@ -419,10 +419,10 @@ class SETAdam(torch.optim.Optimizer):
     """Adam that narrows the range of its step sizes, tensor by tensor.  [SA]
 
     With Adam's moments m and v of a tensor of d entries, in step t:
-        c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one stands out
-        w = sqrt(c v / (1 - beta2^t) + eps)     smaller than Adam's: larger steps
+        c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one dominates
+        w = sqrt(c v / (1 - beta2^t) + eps)     below Adam's root, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          tau = 0.5 is a [choice]
-    A tensor is what PyTorch holds as one: another packing of q, k and v is another optimiser.
+    A tensor is one PyTorch parameter, so packing q, k and v differently changes the optimiser.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -468,7 +468,7 @@ def load_data(c):
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
     val, rest = order[:cut], order[cut:]
-    if test is None:  # then as many images as for validation
+    if test is None:  # hold out as many images as for validation
         test, rest = (images[rest[:cut]], labels[rest[:cut]]), rest[cut:]
     if not 0 < len(rest) < len(order):
         fail(f'--data {c.data}: validation takes {cut} of {len(labels)} images: set --val-fraction')
@@ -478,14 +478,14 @@ def load_data(c):
         train=(images[rest], labels[rest]), val=(images[val], labels[val]), test=test,
         classes=classes, about=about, threads=ThreadPoolExecutor(), ahead={})
 
-COLOURS = {  # mean and deviation of red, green and blue, as the repositories have them
+COLOURS = {  # mean and standard deviation of red, green and blue, as in the repositories
     'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
 }
 
 def normalise(images, size, c):
-    """Bytes (B, 3, H, W) -> float32 (B, 3, size, size), about 0 with deviation 1."""
+    """Bytes (B, 3, H, W) -> float32 (B, 3, size, size), mean about 0 and sd about 1."""
     colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']))
     mean, std = 255 * colours[:, :, None, None].to(images.device)  # (3, 1, 1) each
     x = (images.float() - mean) / std
@@ -496,21 +496,21 @@ def normalise(images, size, c):
 # ------------------------------------ augmentation ------------------------------------
 @functools.lru_cache
 def operations():
-    """RandAugment's, of a Pillow image x: what each does with strength v, s = v or -v, around a
-    point `at`, and the range of v."""
+    """RandAugment's {name: (operation, low, high)}; operations take a Pillow image x, strength v
+    in that range, s = v or -v, and a point `at`."""
     try:
         from PIL import Image, ImageDraw, ImageEnhance, ImageOps
     except ImportError:
         raise ImportError('--randaugment needs `pip install pillow`')
 
-    def affine(x, *matrix):  # the result's (x, y) is the image's (ax + by + c, dx + ey + f)
+    def affine(x, *matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
         return x.transform(x.size, Image.AFFINE, matrix)
 
     def solarize_add(x, v):
         brighter = x.point([min(255, i + int(v)) for i in range(256)] * 3)
         return ImageOps.solarize(brighter, 128)
 
-    def cutout(x, side, at):  # near the top or left border moved inside, as its source does
+    def cutout(x, side, at):  # moved inside at the top and left borders only, as in its source
         top, left = [int(max(0, a * n - side / 2)) for a, n in zip(at, (x.height, x.width))]
         box = left, top, left + int(side), top + int(side)
         ImageDraw.Draw(x).rectangle(box, (125, 123, 114))
@@ -552,8 +552,8 @@ def randaugment(x, chance, policy):
 DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
 
 def augment(x, chance, policy, size=None):
-    """Of a photo's path a crop, (3, size, size), maybe flipped; an image (3, H, W) gets two
-    operations of RandAugment, a crop with 4 black pixels around it, maybe a flip."""
+    """A photo's path -> a random crop (3, size, size), maybe flipped. An image (3, H, W) gets two
+    RandAugment operations, a crop after padding with 4 black pixels, maybe a flip."""
     if isinstance(x, str):
         x = read_photo(x, size, chance)
         return x[..., ::-1] if chance[4] < 0.5 else x
@@ -577,8 +577,8 @@ def erase(images, rng):
     return images
 
 def mix(images, rng):
-    """Mixup or cutmix, as likely, of images (B, 3, H, W) and the batch in reverse -> images, and
-    the share of each that is its own."""
+    """Mixup or cutmix, equally likely, of images (B, 3, H, W) and the batch reversed -> images, and
+    the share that each keeps of itself."""
     other = images.flip(0)
     if rng.random() < 0.5:
         share = rng.beta(0.8, 0.8)
@@ -625,8 +625,8 @@ def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def begin_batch(data, c, step, micro):
-    """This process's rows of a micro-batch, from seed and step alone -> bytes that the threads
-    will have ready, labels, size. Images come out of one endless row of shuffles."""
+    """This process's rows of a micro-batch, from seed and step alone -> futures of the images'
+    bytes, labels, size. Images come from an endless sequence of shuffled epochs."""
     images, labels = data.train
     n, begin = len(labels), step * c.units_per_step
     grown = 2 * c.patch_size * int(begin / n / 5)  # two patches more every five epochs
@@ -640,14 +640,14 @@ def begin_batch(data, c, step, micro):
     return futures, torch.from_numpy(labels[index]), size
 
 def get_batch(data, c, step, micro, device):
-    """Images (B, 3, size, size), labels (B,), and the share of an image that is not mixed in."""
-    for s in (step, step + 1):  # threads begin with the next step's already
+    """Images (B, 3, size, size), labels (B,), and the share that each image keeps of itself."""
+    for s in (step, step + 1):  # the threads already start on the next step's
         if (s, micro) not in data.ahead:
             data.ahead[s, micro] = begin_batch(data, c, s, micro)
     futures, labels, size = data.ahead.pop((step, micro))
     images = torch.from_numpy(np.stack([future.result() for future in futures]))
     images, share = normalise(images.to(device), size, c), 1.0
-    if c.mix:  # pairs images of one process: here it matters how many there are
+    if c.mix:  # pairs images within a process: here the number of processes matters
         rng = stream('mix', c.seed, step, micro, RANK)
         images, share = mix(erase(images, rng), rng)
     return images, labels.to(device), share
@@ -662,14 +662,14 @@ def loss_of(model, batch, c):
     return loss
 
 def view(data, images, size, c, device='cpu'):
-    """Images as they are judged: whole, photos their middle -> (B, 3, size, size)."""
+    """Images for evaluation: whole; photos centre-cropped -> (B, 3, size, size)."""
     if images.ndim == 1:  # paths of photos
         images = np.stack(list(data.threads.map(read_photo, images, [size] * len(images))))
     return normalise(torch.from_numpy(images).to(device), size, c)
 
 @torch.no_grad()
 def judge(model, data, part, c, device):
-    """Loss, nats per image, and share of right answers in part (images, labels)."""
+    """Loss in nats per image, and accuracy, on part (images, labels)."""
     images, labels = part
     loss, right = 0.0, 0
     for i in range(0, len(labels), c.batch_size):
@@ -681,7 +681,7 @@ def judge(model, data, part, c, device):
     return loss / len(labels), right / len(labels)
 
 def evaluate(model, data, c, device):
-    """On images kept from training. Nothing here looks at the test set."""
+    """On images held out from training. Nothing here looks at the test set."""
     part = [x[:c.eval_rows or None] for x in data.val]
     loss, accuracy = judge(model, data, part, c, device)
     return dict(val_loss=loss, val_acc=accuracy)
@@ -1168,7 +1168,7 @@ def main(argv=None):
 # --- end of tools
 
 # --- tools of this script alone
-SHAPES = {  # how far a point (x, y) lies outside of a shape, in half its size
+SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its size
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
     'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
     'square': lambda x, y: np.maximum(abs(x), abs(y)) - 0.7,
@@ -1185,7 +1185,7 @@ SHAPES = {  # how far a point (x, y) lies outside of a shape, in half its size
 @functools.lru_cache(2)
 def draw_shapes(n, seed):
     """n drawings -> images (n, 3, 32, 32) uint8, labels (n,). Place, size, angle, colours, light
-    and noise are chance, so that only many pixels together tell a shape."""
+    and noise are random, so that only many pixels together reveal a shape."""
     rng = stream('shapes', seed)
     images = np.empty((n, 3, 32, 32), np.uint8)
     labels = rng.integers(10, size=n)
@@ -1205,7 +1205,7 @@ def draw_shapes(n, seed):
     return images, labels
 
 def load_arrays(folder):
-    """train.npz and, if there, test.npz: images (N, 3, H, W) uint8, labels (N,); meta.json."""
+    """train.npz, perhaps test.npz: images (N, 3, H, W) uint8, labels (N,); perhaps meta.json."""
     parts = {}
     for path in sorted(folder.glob('t*.npz')):
         try:
@@ -1222,7 +1222,7 @@ def load_arrays(folder):
     return parts['train'], parts.get('test'), classes
 
 def load_photos(folder):
-    """Photos in CLASS/*, or in train/CLASS/* and, for the test, val/CLASS/*, as ImageNet's are."""
+    """Photos in CLASS/*, or in train/CLASS/* and, as the test set, val/CLASS/*, as in ImageNet."""
     root = folder / 'train' if (folder / 'train').is_dir() else folder
     classes = sorted(path.name for path in root.iterdir() if path.is_dir())
     if len(classes) < 2:
@@ -1239,8 +1239,8 @@ def load_photos(folder):
     return photos(root), test, classes
 
 def read_photo(path, size, chance=None):
-    """A photo -> (3, size, size) uint8: its middle, as ImageNet is judged, or by four numbers of
-    chance a crop of 8 to 100 % of its area, sides 3:4 to 4:3."""
+    """A photo -> (3, size, size) uint8: its centre, as in ImageNet evaluation, or, given four
+    random numbers, a crop of 8 to 100 % of its area, aspect 3:4 to 4:3."""
     try:
         from PIL import Image, ImageOps
         with Image.open(path) as file:
@@ -1269,14 +1269,14 @@ def load_weights(model, path):
         weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
         classes = len(weights['head.weight'])
         if classes != len(model.head.weight):
-            print(f'note    {path} has {classes} classes: a new output layer')
+            print(f'note    {path} has {classes} classes: output layer starts anew')
             weights.update({'head.weight': model.head.weight, 'head.bias': model.head.bias})
         model.load_state_dict(weights)
     except (KeyError, RuntimeError) as error:
         fail(f'--init {path} does not fit: {" ".join(str(error).split())[:200]}')
 
 def linear_accuracy(data, c):
-    """A yardstick: right answers in the test of ridge regression on pixels, 10,000 images."""
+    """A yardstick: test accuracy of ridge regression on the pixels of up to 10,000 images."""
     x, y = [], []
     for images, labels in (data.train, data.test):
         pixels = view(data, images[:10000], 32, c).flatten(1)
@@ -1315,8 +1315,8 @@ def diagnose(model, images):
     """What the class token's attention does: for each layer a dict of means over the images, and
     maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
 
-    mh ||MH||, update ||Phi|| or ||Delta||, the same after W^o, their cosines with the layer's input
-    X, alpha. Delta is never longer than MH [BF Eq. 11]; after W^o, whatever BF says, it can be.
+    mh: ||MH||; update: ||Phi|| or ||Delta||; *_out: the same after W^o; cos_*: its cosine with the
+    layer's input X; alpha. Delta is never longer than MH [BF Eq. 11]; after W^o it can, despite BF.
     """
     c, rows, maps = model.config, [], []
     x, grid = model.embed(images)
@@ -1358,7 +1358,7 @@ def draw_maps(path, images, maps):
     print(f'picture {path}')
 
 def inspect_layers(c):
-    """Train, and look into the layers: BF's Fig. 3, which has the first epoch, and maps."""
+    """Train and measure each layer: BF's Fig. 3, which shows the first epoch, and maps."""
     data = load_data(c)
     images = view(data, data.val[0][:64], c.image_size, c, pick_device(c)[0])
     rows = []
