@@ -16,7 +16,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights                   softmax
     [OA Sec. 4.1]  the same without W_q, W_k, W_v: no-weights              ATTENTION
     [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + rho ||x||^2      l2, regression
-    [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                    lasso, admm, objective
+    [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                    lasso, admm
     [OA Eq. 3]     the same by an N x N inverse: admm-vanilla              lasso, ATTENTION
     [OA Eq. 4]     the inverse in d x d, corrected                         regression, lasso
     ... as they are printed: admm-vanilla-printed, admm-printed            printed
@@ -40,7 +40,7 @@ those without (its values), since using the same for both nearly gives back the 
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and state-dict keys are facebookresearch/detr's.
 
-Lines 1-873 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-852 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
 """
 import argparse
@@ -67,7 +67,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 SCRIPT = 'admm_detr'
 RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
@@ -175,12 +174,10 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
     return x
 
 def sharpen(x, power=5):
-    """x^5 / sum |x^5|, safely: rows of zeros stay, tiny ones fade to zero.  [OA Sec. 3]
-
-    Scaled by its largest entry first, x^5 neither underflows nor blows the gradient up.
-    """
+    """x^5 / sum |x^5|, safely: rows of zeros stay, tiny ones fade to zero.  [OA Sec. 3]"""
     if not power:
         return x
+    # scaled first, so that x^5 neither underflows nor blows the gradient up
     largest = x.detach().abs().amax(-1, keepdim=True)
     y = (x / largest.clamp_min(1e-6)) ** power
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # not 1, the sum of one entry alone
@@ -207,17 +204,11 @@ def softmax(q, k, padding, own, c):
     return scores.softmax(-1)
 
 def l2(q, k, padding, own, c):
-    """argmin ||q - x^T K||^2 + rho ||x||^2, sharpened.  [OA Eq. 1]"""
-    N = k.size(2)
-    k = dictionary(k, padding, c)
-    _, rho, _ = scales(q, k, rho=c.rho)
-    P = regression(k, rho)
-    x = q @ P
-    if own:  # the best x with x_ii = 0 moves along row i of rho (K K^T + rho I)^-1 = I - K P
-        row = torch.eye(*x.shape[-2:], device=x.device) - k[:, :, :N] @ P  # (B, nh, Q, N)
-        share = x.diagonal(0, -2, -1) / row.diagonal(0, -2, -1)  # (B, nh, Q)
-        x = without_own(x - share[..., None] * row, own)
-    return sharpen(x, c.power)[..., :N]
+    """argmin ||q - x^T K||^2 + rho ||x||^2, sharpened; in cross-attention only.  [OA Eq. 1]"""
+    tokens = dictionary(k, padding, c)
+    _, rho, _ = scales(q, tokens, rho=c.rho)
+    x = q @ regression(tokens, rho)
+    return sharpen(x, c.power)[..., :k.size(2)]
 
 def admm(q, k, padding, own, c, vanilla=False):
     """argmin ||q - x^T K||^2 + lambda ||x||_1, sharpened.  [OA Eq. 2]"""
@@ -262,10 +253,8 @@ class Config:
     ridge: float = 3.0             # + e ||x||^2, an elastic net: steadier where tokens are alike
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
     centre: bool = True            # tokens less their mean, which is most of K^T K and says little
-    recompute: bool = False        # gradient checkpointing: solve again in the backward pass
     # model
     backbone: str = 'small'        # small: convolutions with GroupNorm; resnet50
-    stride: int = 8                # pixels per token of the small backbone: 4, 8, 16, 32
     hidden_dim: int = 64           # channels
     nheads: int = 4
     enc_layers: int = 2
@@ -273,7 +262,6 @@ class Config:
     dim_feedforward: int = 128     # hidden channels of the feed-forward networks
     dropout: float = 0.0
     num_queries: int = 12          # object queries, several times the most objects
-    num_classes: int = 0           # as many as the data has
     classes: list = ()             # their names; the data know them
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
     # losses; matching uses the same weights
@@ -327,8 +315,6 @@ class Config:
             fail(f'--hidden-dim {self.hidden_dim}: needs a multiple of 4 and of --nheads')
         if not (0 < self.sparsity <= 1 and self.rho > 0 and self.ridge >= 0 and 0 < self.relax < 2):
             fail('wanted: 0 < --sparsity <= 1, --rho > 0, --ridge >= 0, 0 < --relax < 2')
-        if 'printed' in self.variant and self.iterations > 20:
-            fail('--iterations: printed formulas double their state in each; 20 at most')
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
 
@@ -341,7 +327,7 @@ class Config:
         return self.batch_size * self.grad_accum_steps
 
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
-                dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100, recompute=True,
+                dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone=0.1, schedule='step', warmup_iters=0, threads=0)
 # OA's problem (2) as it stands, for its tables and recipe; Config's defaults learn more
 OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15)
@@ -369,16 +355,16 @@ TABLES = {  # `compare --table NAME`: the paper's experiments
           'efficient ADMM SA': dict(OA, self_attention='admm', cross_attention='softmax')},
 }
 CHOICES = {
-    'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
-    'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'), 'stride': (4, 8, 16, 32),
+    'self_attention': [name for name in ATTENTION if name != 'l2'],  # l2 would return the query
+    'cross_attention': ATTENTION, 'solve_over': ('key', 'value'), 'power': (0, 1, 3, 5),
+    'backbone': ('small', 'resnet50'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
-    'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
 
 # ------------------------------------ model ------------------------------------
 class MultiheadAttention(nn.Module):
     """nn.MultiheadAttention's parameters for softmax; none, or out_proj alone, for the others."""
-    def __init__(self, c, kind='softmax', own=False):
+    def __init__(self, c, kind, own=False):
         super().__init__()
         C = c.hidden_dim
         self.config, self.kind, self.own = c, kind, own
@@ -405,16 +391,13 @@ class MultiheadAttention(nn.Module):
 
     def forward(self, q, k, v, padding=None):
         """q (B, Q, C), k and v (B, N, C), padding (B, N) True where no token is -> (B, Q, C)."""
-        c = self.config
         q, k, v = self.heads(q, k, v)
-        if not self.solves:  # the fused kernel makes the same sum
-            mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
-            dropout = c.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
-        elif c.recompute:  # q, k and v are all that waits for the backward pass
-            _, y = checkpoint(self.coefficients, q, k, v, padding, use_reentrant=False)
-        else:
+        if self.solves:
             _, y = self.coefficients(q, k, v, padding)
+        else:  # the fused kernel makes the same sum
+            mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
+            dropout = self.config.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
         return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))  # (B, Q, C)
 
 class EncoderLayer(nn.Module):
@@ -450,18 +433,15 @@ class DecoderLayer(EncoderLayer):
         return self.norm3(x + self.feed_forward(x))
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
+    """A few convolutions with group norm, which learn from scratch; a token is 8 x 8 pixels."""
     channels = 96
 
-    def __init__(self, stride):
+    def __init__(self):
         super().__init__()
-        inside, width = 3, 32
-        while stride >= 1:  # for 8: 32, 64, 96, 96 channels with strides 2, 2, 2, 1
-            self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
+        for inside, width, stride in (3, 32, 2), (32, 64, 2), (64, 96, 2), (96, 96, 1):
+            self.append(nn.Conv2d(inside, width, 3, stride, 1, bias=False))
             self.append(nn.GroupNorm(8, width))
             self.append(nn.ReLU())
-            inside, width = width, min(96, width + 32)
-            stride //= 2
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's.
@@ -488,19 +468,19 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 class DETR(nn.Module):
-    """facebookresearch/detr, with its state-dict keys; config.num_classes without no-object."""
+    """facebookresearch/detr, with its state-dict keys; config.classes without no-object."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         C = c.hidden_dim
-        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone(c.stride)
+        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone()
         encoder = nn.ModuleDict()
         encoder['layers'] = nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))
         decoder = nn.ModuleDict()
         decoder['layers'] = nn.ModuleList(DecoderLayer(c) for _ in range(c.dec_layers))
         decoder['norm'] = nn.LayerNorm(C)
         self.transformer = nn.ModuleDict(dict(encoder=encoder, decoder=decoder))
-        self.class_embed = nn.Linear(C, c.num_classes + 1)
+        self.class_embed = nn.Linear(C, len(c.classes) + 1)
         self.bbox_embed = MLP(C, 4)
         self.query_embed = nn.Embedding(c.num_queries, C)
         self.input_proj = nn.Conv2d(body.channels, C, 1)
@@ -677,7 +657,7 @@ UNIT = 'images'       # what c.units_per_step counts
 def make_model(c, data):
     """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
     if data:
-        c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
+        c = replace(c, classes=data.train.classes)
     model = DETR(c)
     if c.init and data:
         load_weights(model, c.init)
@@ -709,9 +689,8 @@ def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro, device):
-    """Images (B, 3, H, W), mask (B, H, W) or None and targets, this process's share of a
-    micro-batch; then what to divide its losses by, an even share of the whole step's divisors,
-    which follow from plans alone. A function of seed and step."""
+    """This process's share of a micro-batch, a function of seed and step: what collate makes of
+    it, and an even share of the whole step's divisors, which follow from plans alone."""
     n = c.units_per_step
     plans = []
     for i in range(n):
@@ -758,7 +737,7 @@ def schedule(step, c):
         return (step + 1) / (c.warmup_iters + 1)
     left = c.max_iters - step
     if c.schedule == 'cosine':
-        done = 1 - left / max(1, c.max_iters - c.warmup_iters)
+        done = 1 - left / (c.max_iters - c.warmup_iters)
         return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
     if c.schedule == 'trapezoid':
         return min(1.0, left / max(1, c.warmdown_iters))
@@ -767,9 +746,8 @@ def schedule(step, c):
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
-    and step number, so an interrupted run ends with the weights of an unbroken one.
+    It yields before the first step and after each; log is a list of dicts of figures. A step
+    depends on weights, optimizer, seed and step number alone: folder keeps what it needs to go on.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -862,7 +840,8 @@ def train(c, folder=None):
         loss, halt = figures.tolist()
         may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
         if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
+                                     'try a lower --learning-rate')
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -986,11 +965,8 @@ def load_run(c):
     saved = load_checkpoint(path)
     c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
     model = make_model(c, None).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{path} does not fit the model, whose code has changed since: train again')
     print(f'{path}, step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
     return c, model.eval()
 
 def train_and_report(c):
@@ -1024,21 +1000,21 @@ def cases_of(c):
     return {name: replace(c, **case) for name, case in cases.items()}
 
 def train_all(cases, seeds):
-    """-> {name: [settings, figures, log and size of each seed's run]}, or {} when stopped."""
+    """-> {name: [settings, figures, log and size of each seed's run]}"""
     runs = {name: [] for name in cases}
     for seed in seeds:
         for name, case in cases.items():
             print(f'\n{name}, seed {seed}')
-            c, log = replace(case, seed=seed), []
+            c = replace(case, seed=seed)
             try:
                 for step, model, log in train(c, run_folder(c)):
                     pass
                 if step < c.max_iters:
                     print('stopped; the same command goes on')
-                    return {}
+                    raise SystemExit(128 + STOP[0] if STOP else 0)
                 figures = log[-1]
             except FloatingPointError as error:
-                print(f'{error}: {name}, seed {seed} counts as worst')
+                print(f'{name}, seed {seed} counts as worst: {error}')
                 worst = math.inf if BETTER is min else -math.inf
                 figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
             runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
@@ -1054,14 +1030,11 @@ def compare(c):
         fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
         fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-    mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
-    folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
+    folder = Path(c.out_dir, SCRIPT, f'compare-{zlib.crc32(repr(c).encode()):08x}')
     runs = train_all(cases, seeds)
-    if runs and c.best:
+    if c.best:
         seeds = final or seeds
         runs = train_all(choose(c.best, cases, runs, folder), seeds)
-    if not runs:
-        return []
     rows = tabulate(runs, seeds)
     write_csv(folder / 'compare.csv', rows)
     logs = {name: [run['log'] for run in own] for name, own in runs.items()}
@@ -1204,11 +1177,11 @@ def main(argv=None):
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         result = ACTIONS[action](c)
-    except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
-    except (ImportError, OSError) as error:  # no such package or file, disk full, no network
+    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
     except RuntimeError as error:
+        if 'state_dict' in str(error):
+            fail(f'weights do not fit the model: {" ".join(str(error).split())[:200]}')
         if 'memory' not in str(error):
             raise
         fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
@@ -1468,7 +1441,7 @@ def to_tensor(image, size, window=(0, 0, 1, 1)):
     x = np.asarray(image.resize(size, 2, tuple(window)), np.float32)  # 2: bilinear
     return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
 
-def load_coco(folder, image_size=800):
+def load_coco(folder, image_size):
     """Train and val of a folder like COCO's: train2017/, val2017/ with photos and annotations/
     instances_train2017.json, ...; of a single split every tenth photo is for evaluation."""
     names = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
@@ -1620,65 +1593,31 @@ def detect(c):
         draw_images(picture, [(np.asarray(photo), found)], c)
     return answers
 
-def objective(x, q, k, penalty, e=0.0):
-    """||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2 of every query, (B, nh, Q).  [OA Eq. 2]"""
-    left = (q - x @ k).square().sum(-1)
-    return left + (penalty * x.abs() + e * x.square()).sum(-1)
-
-def solver_gap(q, k, own, c):
-    """Mean of f / f* - 1 in float64: f is the solver's objective [OA Eq. 2], f* that after 2000
-    iterations, which does not depend on rho."""
-    q, k = q.cpu().double(), k.cpu().double()
-    options = dict(own=own, sparsity=c.sparsity, ridge=c.ridge, positive=c.positive)
-    penalty, _, e = scales(q, k, **options)
-    x = lasso(q, k, rho=c.rho, iterations=c.iterations, relax=c.relax, **options)
-    best = lasso(q, k, iterations=2000, **options)
-    gap = objective(x, q, k, penalty, e) / objective(best, q, k, penalty, e).clamp_min(1e-12) - 1
-    return gap.clamp_min(0).mean().item()
-
-def diagnose(model, images, mask):
-    """How the decoder chooses -> outputs; for each attention a row of means over queries and heads;
-    x (B, nh, Q, N) of the last one.
-
-    nonzero: tokens with a coefficient above 1e-3 of the largest; top: the largest eigenvalue's
-    share of the trace of K^T K, 1 where all tokens are alike; gap: f / f* - 1, how far the
-    solver's objective is above the best.
-    """
-    c = model.config
-    calls, hooks, rows = [], [], []
-    for layer in model.transformer.decoder['layers']:
-        for module in (layer.self_attn, layer.multihead_attn):
-            hooks.append(module.register_forward_pre_hook(lambda *call: calls.append(call)))
-    outputs = model(images, mask)
-    for hook in hooks:
-        hook.remove()
+@torch.no_grad()
+def inspect_run(c):
+    """Where the decoder of a run looks (OA's Fig. 1), and how sparsely: in --images, or else in
+    validation images."""
+    c, model = load_run(c)
+    images, batch, mask = some_images(c, 8)
+    calls = []  # of the decoder's attention: module and arguments
+    for module in model.transformer.decoder.modules():
+        if isinstance(module, MultiheadAttention):
+            module.register_forward_pre_hook(lambda *call: calls.append(call))
+    outputs = model(batch, mask)
+    print('nonzero: tokens with a coefficient above 1e-3 of the largest\n'
+          'top: the largest share of an eigenvalue of K^T K, 1 where all tokens are alike\n'
+          f'{"layer":10}{"attention":22}{"nonzero":>10}{"top":>10}')
+    rows = []
     for i, (module, (q, k, v, padding)) in enumerate(calls):
         q, k, v = module.heads(q, k, v)
-        x, _ = module.coefficients(q, k, v, padding)
+        x, _ = module.coefficients(q, k, v, padding)  # (B, nh, Q, N)
         nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1).float()
         energy = torch.linalg.eigvalsh(k.mT @ k)  # (B, nh, hs), rising
         top = energy[..., -1] / energy.sum(-1)
-        gap = math.nan
-        if module.kind in ('admm', 'admm-vanilla'):
-            over = dictionary(v if c.solve_over == 'value' else k, padding, c)
-            gap = solver_gap(q[:2], over[:2], module.own, c)
         rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
                          attention=module.kind, nonzero=nonzero.mean().item(),
-                         top=top.mean().item(), gap=gap))
-    return outputs, rows, x
-
-@torch.no_grad()
-def inspect_run(c):
-    """Where the decoder of a run looks (OA's Fig. 1), how sparsely, and how exact its solver is:
-    in --images, or else in validation images."""
-    c, model = load_run(c)
-    images, batch, mask = some_images(c, 8)
-    outputs, rows, x = diagnose(model, batch, mask)
-    print(diagnose.__doc__.partition('\n\n')[2].rstrip())
-    print(f'{"layer":10}{"attention":22}{"nonzero":>10}{"top":>10}{"gap":>10}')
-    for row in rows:
-        print('{layer:10}{attention:22}{nonzero:10.1f}{top:10.3f}{gap:10.1e}'
-              .format(**row).replace('nan', '  -'))
+                         top=top.mean().item()))
+        print('{layer:10}{attention:22}{nonzero:10.1f}{top:10.3f}'.format(**rows[-1]))
     folder = Path(c.run or Path(c.out_dir, SCRIPT, 'last').read_text())
     write_csv(folder / 'inspect.csv', rows)
     grid = model.encode(batch, mask)[3]

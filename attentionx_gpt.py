@@ -37,7 +37,7 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
 The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
 (800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
-Lines 1-623 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-609 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -49,7 +49,6 @@ import math
 import os
 import signal
 import sys
-import sysconfig
 import time
 import zlib
 from collections import Counter
@@ -102,8 +101,7 @@ ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projectio
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
-    # in every head; published alone as Exclusive Self Attention  [BF Eq. 13]
-    'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
     # both, each with an output matrix of its own  [BF Eq. 15]
     'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # two controls
@@ -138,8 +136,8 @@ class Config:
     fp8_weights: bool = False      # round weights to float8 e5m2 (modded-nanogpt's `casted`)
     init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
     # data
-    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data know theirs
+    data: str = 'builtin'          # a folder in data/, its full path, or builtin: Python's source
+    tokenizer: str = 'bytes'       # of the built-in text: bytes or gpt2; prepared data know theirs
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 800           # optimiser steps
@@ -151,8 +149,7 @@ class Config:
     warmup_iters: int = 100
     warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
     weight_decay: float = 0.1      # AdamW's, on matrices
-    beta1: float = 0.9
-    beta2: float = 0.99
+    beta2: float = 0.99            # AdamW's; its beta1 is 0.9
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 640           # validation windows, the same ones every time
@@ -170,7 +167,6 @@ class Config:
     prompt: str = '\ndef '         # sample: a text to continue
     new_tokens: int = 300          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
-    top_k: int = 0                 # sample: choose among the k likeliest; 0: among all
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
     seeds: str = '0,1,2'           # compare: a run per case and seed
@@ -258,23 +254,24 @@ class CausalSelfAttention(nn.Module):
         if c.attention == 'belief-star':
             self.c_proj_s = linear(c.n_embd, c.n_embd, bias=False)  # W^s
 
-    def qkv(self, x, past=0):
-        """x (B, T, C), its first token at position `past` -> q, k, v (B, T, nh, hs)."""
-        q, k, v = self.c_attn(x).unflatten(2, (3, self.config.n_head, -1)).unbind(2)
-        if self.config.arch == 'rotary':
+    def heads(self, x, cache=None):
+        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs). A cache, {} at first, keeps k and v."""
+        c = self.config
+        q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)
+        if c.arch == 'rotary':
+            past = cache['k'].size(1) if cache else 0
             q, k = rotate(q, past), rotate(k, past)
-        return q, k, v
-
-    def forward(self, x, cache=None):
-        """x (B, T, C) -> (B, T, C). A cache, {} at first, keeps k and v of all tokens so far."""
-        q, k, v = self.qkv(x, cache['k'].size(1) if cache else 0)
-        keys, values = k, v
+        keys, values = k, v  # of all tokens so far
         if cache:  # {} is false: nothing to join yet
             keys, values = torch.cat([cache['k'], k], 1), torch.cat([cache['v'], v], 1)
         if cache is not None:
             cache.update(k=keys, v=values)
-        mh = multi_head(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
-                        self.config.zero_diag, self.config.dropout if self.training else 0.0)
+        by_head = [t.transpose(1, 2) for t in (q, keys, values)]  # (B, nh, T, hs)
+        return q, k, v, multi_head(*by_head, c.zero_diag, c.dropout if self.training else 0.0)
+
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C)."""
+        _, _, v, mh = self.heads(x, cache)
         update = ATTENTION[self.config.attention](mh, v, self.gamma)  # (B, T, nh, hs)
         if self.config.attention == 'belief-star':
             delta, delta_s = update
@@ -371,7 +368,7 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0):
         """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token. Past
         block_size the window slides, all positions shift, and nothing cached holds any longer."""
         new, cache = idx, [{} for _ in self.transformer.h]
@@ -379,12 +376,8 @@ class GPT(nn.Module):
             if idx.size(1) > self.config.block_size:
                 new, cache = idx[:, -self.config.block_size:], None
             logits = self(new, cache=cache)[0][:, -1].float()  # (B, V)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)  # (B, 1)
-            else:
-                if top_k:
-                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-                    logits[logits < kth] = -math.inf
+            new = logits.argmax(-1, keepdim=True)  # (B, 1)
+            if temperature:
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
             idx = torch.cat([idx, new], dim=1)
         return idx
@@ -398,31 +391,27 @@ def get_tokenizer(name):
     return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
-def read_text(c):
-    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
-    if c.data == 'builtin':
-        files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
-        texts = [f.read_text('utf-8', errors='replace') for f in files]
-        train = [text for i, text in enumerate(texts) if i % 10 < 9]
-        return ''.join(train), ''.join(texts[9::10])
-    if not Path(c.data).is_file():
-        fail(f'--data {c.data}: no such file; python prepare_data.py lists what there is')
-    text = Path(c.data).read_text('utf-8-sig', errors='replace')
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
+def builtin_text():
+    """Python's own source: nine files of ten to train on, every tenth to validate on."""
+    files = sorted(Path(os.__file__).parent.glob('*.py'))
+    texts = [f.read_text('utf-8', errors='replace') for f in files]
+    train = [text for i, text in enumerate(texts) if i % 10 < 9]
+    return ''.join(train), ''.join(texts[9::10])
 
 def load_data(c):
     """c.data -> train and val (uint16 tokens), their tokenizer, val's bytes (None: unknown)."""
     folder = Path('data', c.data)
-    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
-        meta = json.loads((folder / 'meta.json').read_text('utf-8'))
-        train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
-        tokenizer, val_bytes = meta['tokenizer'], meta.get('bytes', {}).get('val')
-    else:
-        texts = read_text(c)
+    if c.data == 'builtin':
+        texts = builtin_text()
         tokenizer, val_bytes = c.tokenizer, len(texts[1].encode())
         encode = get_tokenizer(tokenizer).encode_ordinary
         train, val = [np.array(encode(text), dtype=np.uint16) for text in texts]
+    elif folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
+        meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+        tokenizer, val_bytes = meta['tokenizer'], meta.get('bytes', {}).get('val')
+        train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
+    else:
+        fail(f'--data {c.data}: no folder {folder}; python prepare_data.py lists what there is')
     vocab_size = dict(bytes=256, gpt2=50257)[tokenizer]
     if 0 < c.vocab_size < vocab_size:
         fail(f'--vocab-size {c.vocab_size}: {tokenizer} has {vocab_size} tokens')
@@ -454,10 +443,7 @@ def load_weights(model, path):
     saved = load_checkpoint(path, own=False)
     weights = {key.removeprefix('_orig_mod.'): p for key, p in saved.get('model', saved).items()
                if not key.endswith(('.attn.bias', '.inv_freq'))}
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        fail(f'--init {path} does not fit: {" ".join(str(error).split())[:200]}')
+    model.load_state_dict(weights)
 
 def make_optimizer(model, c):
     """AdamW; weights of matrices and embeddings decay, and nothing else does."""
@@ -467,7 +453,7 @@ def make_optimizer(model, c):
         group.append(p)
     groups = [dict(params=matrices, weight_decay=c.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2))
+    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(0.9, c.beta2))
 
 def windows(tokens, starts, c, device):
     """The tokens from each start on, and the same one step later: two of (B, T), int64."""
@@ -508,7 +494,7 @@ def schedule(step, c):
         return (step + 1) / (c.warmup_iters + 1)
     left = c.max_iters - step
     if c.schedule == 'cosine':
-        done = 1 - left / max(1, c.max_iters - c.warmup_iters)
+        done = 1 - left / (c.max_iters - c.warmup_iters)
         return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
     if c.schedule == 'trapezoid':
         return min(1.0, left / max(1, c.warmdown_iters))
@@ -517,9 +503,8 @@ def schedule(step, c):
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
-    and step number, so an interrupted run ends with the weights of an unbroken one.
+    It yields before the first step and after each; log is a list of dicts of figures. A step
+    depends on weights, optimizer, seed and step number alone: folder keeps what it needs to go on.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -612,7 +597,8 @@ def train(c, folder=None):
         loss, halt = figures.tolist()
         may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
         if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
+                                     'try a lower --learning-rate')
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -736,11 +722,8 @@ def load_run(c):
     saved = load_checkpoint(path)
     c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
     model = make_model(c, None).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{path} does not fit the model, whose code has changed since: train again')
     print(f'{path}, step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
     return c, model.eval()
 
 def train_and_report(c):
@@ -774,21 +757,21 @@ def cases_of(c):
     return {name: replace(c, **case) for name, case in cases.items()}
 
 def train_all(cases, seeds):
-    """-> {name: [settings, figures, log and size of each seed's run]}, or {} when stopped."""
+    """-> {name: [settings, figures, log and size of each seed's run]}"""
     runs = {name: [] for name in cases}
     for seed in seeds:
         for name, case in cases.items():
             print(f'\n{name}, seed {seed}')
-            c, log = replace(case, seed=seed), []
+            c = replace(case, seed=seed)
             try:
                 for step, model, log in train(c, run_folder(c)):
                     pass
                 if step < c.max_iters:
                     print('stopped; the same command goes on')
-                    return {}
+                    raise SystemExit(128 + STOP[0] if STOP else 0)
                 figures = log[-1]
             except FloatingPointError as error:
-                print(f'{error}: {name}, seed {seed} counts as worst')
+                print(f'{name}, seed {seed} counts as worst: {error}')
                 worst = math.inf if BETTER is min else -math.inf
                 figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
             runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
@@ -804,14 +787,11 @@ def compare(c):
         fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
         fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-    mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
-    folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
+    folder = Path(c.out_dir, SCRIPT, f'compare-{zlib.crc32(repr(c).encode()):08x}')
     runs = train_all(cases, seeds)
-    if runs and c.best:
+    if c.best:
         seeds = final or seeds
         runs = train_all(choose(c.best, cases, runs, folder), seeds)
-    if not runs:
-        return []
     rows = tabulate(runs, seeds)
     write_csv(folder / 'compare.csv', rows)
     logs = {name: [run['log'] for run in own] for name, own in runs.items()}
@@ -954,11 +934,11 @@ def main(argv=None):
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         result = ACTIONS[action](c)
-    except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
-    except (ImportError, OSError) as error:  # no such package or file, disk full, no network
+    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
     except RuntimeError as error:
+        if 'state_dict' in str(error):
+            fail(f'weights do not fit the model: {" ".join(str(error).split())[:200]}')
         if 'memory' not in str(error):
             raise
         fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
@@ -1000,7 +980,7 @@ def complete(c, model):
         fail('--prompt: nothing to continue')
     torch.manual_seed(c.seed)
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
-    tokens = model.eval().generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
+    tokens = model.eval().generate(idx, c.new_tokens, c.temperature)[0].tolist()
     text = encoding.decode([t for t in tokens if t < encoding.n_vocab])
     print(f'sample of what it writes after {c.prompt!r}:\n{text}')
     return text
@@ -1016,9 +996,7 @@ def diagnose(model, idx):
     x = model.embed(idx)  # (B, T, C)
     for block in model.transformer.h:
         attn = block.attn
-        q, k, v = attn.qkv(block.ln_1(x))  # (B, T, nh, hs)
-        mh = multi_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                        model.config.zero_diag)
+        q, k, v, mh = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
         update = ATTENTION[model.config.attention](mh, v, attn.gamma)
         delta = update[0] if type(update) is tuple else update
         out, out_mh = attn(block.ln_1(x)), attn.c_proj(mh.flatten(2))  # (B, T, C)

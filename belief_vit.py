@@ -38,7 +38,7 @@ vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-
 efficient-vit-training, [deviation] without EMA, repeated augmentation, RandAugment of photos and
 unused parameters, but with position embeddings that stay in the optimiser.
 
-Lines 1-818 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-807 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -355,9 +355,9 @@ def resize_positions(pos, grid):
     g = math.isqrt(pos.size(1) - 1)
     if grid == (g, g):
         return pos
-    patches = pos[:, 1:].mT.unflatten(2, (g, g)).float()  # (1, C, g, g)
-    patches = F.interpolate(patches, grid, mode='bicubic', align_corners=False)
-    return torch.cat([pos[:, :1], patches.flatten(2).mT.to(pos.dtype)], dim=1)
+    patches = pos[:, 1:].mT.unflatten(2, (g, g))  # (1, C, g, g)
+    patches = F.interpolate(patches, grid, mode='bicubic').flatten(2).mT  # (1, h w, C)
+    return torch.cat([pos[:, :1], patches], dim=1)
 
 class ViT(nn.Module):
     """The model that config.model names, with timm's state-dict keys."""
@@ -393,8 +393,8 @@ class ViT(nn.Module):
             bound = layer.weight[0].numel() ** -0.5
             p.uniform_(-bound, bound, generator=generator)
         elif local:
-            fan_out = p[:, 0].numel() // (3 if 'qkv' in name else 1)
-            p.normal_(0.0, math.sqrt(2 / (p[0].numel() + fan_out)), generator=generator)
+            for part in p.chunk(3 if 'qkv' in name else 1):
+                nn.init.xavier_normal_(part, generator=generator)
         elif p.dim() == 1:
             p.zero_()
         else:
@@ -484,69 +484,65 @@ COLOURS = {  # mean and standard deviation of red, green and blue, as in the rep
     'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
 }
 
-def normalise(images, size, c):
-    """Bytes (B, 3, H, W) -> float32 (B, 3, size, size), mean about 0 and sd about 1."""
-    colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']))
-    mean, std = 255 * colours[:, :, None, None].to(images.device)  # (3, 1, 1) each
-    x = (images.float() - mean) / std
+def normalise(images, size, c, device='cpu'):
+    """Bytes (B, 3, H, W), or paths (B,) of photos, which are centre-cropped -> float32
+    (B, 3, size, size), mean about 0 and sd about 1."""
+    if images.ndim == 1:
+        with ThreadPoolExecutor() as threads:
+            photos = threads.map(lambda path: read_photo(path, size), images)
+            images = np.stack(list(photos))
+    colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
+    mean, std = 255 * colours[:, :, None, None]  # (3, 1, 1) each
+    x = (torch.from_numpy(images).to(device).float() - mean) / std
     if x.shape[2:] != (size, size):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
 # ------------------------------------ augmentation ------------------------------------
-@functools.lru_cache
-def operations():
-    """RandAugment's {name: (operation, low, high)}; operations take a Pillow image x, strength v
-    in that range, s = v or -v, and a point `at`."""
+def randaugment(x, chance, policy):
+    """Two operations, drawn with replacement, on an image, bytes (3, H, W)."""
     try:
         from PIL import Image, ImageDraw, ImageEnhance, ImageOps
     except ImportError:
         raise ImportError('--randaugment needs `pip install pillow`')
+    image = Image.fromarray(x.transpose(1, 2, 0).copy())
+    far_x = far_y = 100  # pixels, meant for images of 224
+    if policy == 'fixed':
+        far_x, far_y = 0.45 * image.width, 0.45 * image.height
+    strength = 14 / 30
+    enhance = 0.94  # that share of the way from 0.1 to 1.9; 1 would leave all as it is
 
     def affine(x, *matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
         return x.transform(x.size, Image.AFFINE, matrix)
 
-    def solarize_add(x, v):
-        brighter = x.point([min(255, i + int(v)) for i in range(256)] * 3)
-        return ImageOps.solarize(brighter, 128)
-
-    def cutout(x, side, at):  # moved inside at the top and left borders only, as in its source
+    def cutout(x, at):  # moved inside at the top and left borders only, as in its source
+        side = 40 * strength
         top, left = [int(max(0, a * n - side / 2)) for a, n in zip(at, (x.height, x.width))]
         box = left, top, left + int(side), top + int(side)
         ImageDraw.Draw(x).rectangle(box, (125, 123, 114))
         return x
 
-    return {
-        'AutoContrast': (lambda x, v, s, at: ImageOps.autocontrast(x), 0, 0),
-        'Equalize': (lambda x, v, s, at: ImageOps.equalize(x), 0, 0),
-        'Invert': (lambda x, v, s, at: ImageOps.invert(x), 0, 0),
-        'Rotate': (lambda x, v, s, at: x.rotate(s), 0, 30),
-        'Posterize': (lambda x, v, s, at: ImageOps.posterize(x, int(v)), 0, 4),
-        'Solarize': (lambda x, v, s, at: ImageOps.solarize(x, v), 0, 256),
-        'SolarizeAdd': (lambda x, v, s, at: solarize_add(x, v), 0, 110),
-        'Color': (lambda x, v, s, at: ImageEnhance.Color(x).enhance(v), 0.1, 1.9),
-        'Contrast': (lambda x, v, s, at: ImageEnhance.Contrast(x).enhance(v), 0.1, 1.9),
-        'Brightness': (lambda x, v, s, at: ImageEnhance.Brightness(x).enhance(v), 0.1, 1.9),
-        'Sharpness': (lambda x, v, s, at: ImageEnhance.Sharpness(x).enhance(v), 0.1, 1.9),
-        'ShearX': (lambda x, v, s, at: affine(x, 1, s, 0, 0, 1, 0), 0, 0.3),
-        'ShearY': (lambda x, v, s, at: affine(x, 1, 0, 0, s, 1, 0), 0, 0.3),
-        'Cutout': (lambda x, v, s, at: cutout(x, v, at), 0, 40),
-        'TranslateX': (lambda x, v, s, at: affine(x, 1, 0, s, 0, 1, 0), 0, 100),
-        'TranslateY': (lambda x, v, s, at: affine(x, 1, 0, 0, 0, 1, s), 0, 100),
-    }
-
-def randaugment(x, chance, policy):
-    """Two operations, drawn with replacement, on an image, bytes (3, H, W)."""
-    table = operations()
-    from PIL import Image
-    image = Image.fromarray(x.transpose(1, 2, 0).copy())
+    operations = [  # of an image, s = strength or -strength, and a point
+        lambda x, s, at: ImageOps.autocontrast(x),
+        lambda x, s, at: ImageOps.equalize(x),
+        lambda x, s, at: ImageOps.invert(x),
+        lambda x, s, at: x.rotate(30 * s),
+        lambda x, s, at: ImageOps.posterize(x, int(4 * strength)),
+        lambda x, s, at: ImageOps.solarize(x, 256 * strength),
+        lambda x, s, at: ImageOps.solarize(x.point(lambda i: i + 110 * strength), 128),
+        lambda x, s, at: ImageEnhance.Color(x).enhance(enhance),
+        lambda x, s, at: ImageEnhance.Contrast(x).enhance(enhance),
+        lambda x, s, at: ImageEnhance.Brightness(x).enhance(enhance),
+        lambda x, s, at: ImageEnhance.Sharpness(x).enhance(enhance),
+        lambda x, s, at: affine(x, 1, 0.3 * s, 0, 0, 1, 0),  # shear
+        lambda x, s, at: affine(x, 1, 0, 0, 0.3 * s, 1, 0),
+        lambda x, s, at: cutout(x, at),
+        lambda x, s, at: affine(x, 1, 0, far_x * s, 0, 1, 0),  # translate
+        lambda x, s, at: affine(x, 1, 0, 0, 0, 1, far_y * s),
+    ]
     for which, sign, *at in chance.reshape(2, 4):
-        name = list(table)[int(which * len(table))]
-        operation, low, high = table[name]
-        if policy == 'fixed' and 'Translate' in name:  # 100 pixels are meant for images of 224
-            high = 0.45 * (image.width if name == 'TranslateX' else image.height)
-        v = low + (high - low) * (14 / 30)  # magnitude 14 of 30
-        image = operation(image, v, v if sign < 0.5 else -v, at)
+        operation = operations[int(which * len(operations))]
+        image = operation(image, strength if sign < 0.5 else -strength, at)
     return np.asarray(image).transpose(2, 0, 1)
 
 DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
@@ -645,8 +641,8 @@ def get_batch(data, c, step, micro, device):
         if (s, micro) not in data.ahead:
             data.ahead[s, micro] = begin_batch(data, c, s, micro)
     futures, labels, size = data.ahead.pop((step, micro))
-    images = torch.from_numpy(np.stack([future.result() for future in futures]))
-    images, share = normalise(images.to(device), size, c), 1.0
+    images = np.stack([future.result() for future in futures])
+    images, share = normalise(images, size, c, device), 1.0
     if c.mix:  # pairs images within a process: here the number of processes matters
         rng = stream('mix', c.seed, step, micro, RANK)
         images, share = mix(erase(images, rng), rng)
@@ -661,19 +657,13 @@ def loss_of(model, batch, c):
         loss = share * loss + (1 - share) * other
     return loss
 
-def view(data, images, size, c, device='cpu'):
-    """Images for evaluation: whole; photos centre-cropped -> (B, 3, size, size)."""
-    if images.ndim == 1:  # paths of photos
-        images = np.stack(list(data.threads.map(read_photo, images, [size] * len(images))))
-    return normalise(torch.from_numpy(images).to(device), size, c)
-
 @torch.no_grad()
-def judge(model, data, part, c, device):
+def judge(model, part, c, device):
     """Loss in nats per image, and accuracy, on part (images, labels)."""
     images, labels = part
     loss, right = 0.0, 0
     for i in range(0, len(labels), c.batch_size):
-        x = view(data, images[i:i + c.batch_size], c.image_size, c, device)
+        x = normalise(images[i:i + c.batch_size], c.image_size, c, device)
         y = torch.from_numpy(labels[i:i + c.batch_size]).to(device)
         logits = model(x).float()  # (B, K)
         loss += F.cross_entropy(logits, y, reduction='sum').item()
@@ -683,17 +673,16 @@ def judge(model, data, part, c, device):
 def evaluate(model, data, c, device):
     """On images held out from training. Nothing here looks at the test set."""
     part = [x[:c.eval_rows or None] for x in data.val]
-    loss, accuracy = judge(model, data, part, c, device)
+    loss, accuracy = judge(model, part, c, device)
     return dict(val_loss=loss, val_acc=accuracy)
 
 def finish(model, data, c, device, folder):
     """Once, when training is over: accuracy on the test set, of the last and the best weights."""
-    figures = dict(test_acc=judge(model, data, data.test, c, device)[1])
+    figures = dict(test_acc=judge(model, data.test, c, device)[1])
     if folder:
-        last = {name: p.clone() for name, p in model.state_dict().items()}
-        model.load_state_dict(load_checkpoint(folder / 'best.pt')['model'])
-        figures['best_test_acc'] = judge(model, data, data.test, c, device)[1]
-        model.load_state_dict(last)
+        best = make_model(model.config, None).to(device).eval()
+        best.load_state_dict(load_checkpoint(folder / 'best.pt')['model'])
+        figures['best_test_acc'] = judge(best, data.test, c, device)[1]
     return figures
 
 # --- training loop (identical in all four scripts; test_all.py checks)
@@ -703,7 +692,7 @@ def schedule(step, c):
         return (step + 1) / (c.warmup_iters + 1)
     left = c.max_iters - step
     if c.schedule == 'cosine':
-        done = 1 - left / max(1, c.max_iters - c.warmup_iters)
+        done = 1 - left / (c.max_iters - c.warmup_iters)
         return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
     if c.schedule == 'trapezoid':
         return min(1.0, left / max(1, c.warmdown_iters))
@@ -712,9 +701,8 @@ def schedule(step, c):
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
-    and step number, so an interrupted run ends with the weights of an unbroken one.
+    It yields before the first step and after each; log is a list of dicts of figures. A step
+    depends on weights, optimizer, seed and step number alone: folder keeps what it needs to go on.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -807,7 +795,8 @@ def train(c, folder=None):
         loss, halt = figures.tolist()
         may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
         if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
+                                     'try a lower --learning-rate')
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -931,11 +920,8 @@ def load_run(c):
     saved = load_checkpoint(path)
     c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
     model = make_model(c, None).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{path} does not fit the model, whose code has changed since: train again')
     print(f'{path}, step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
     return c, model.eval()
 
 def train_and_report(c):
@@ -969,21 +955,21 @@ def cases_of(c):
     return {name: replace(c, **case) for name, case in cases.items()}
 
 def train_all(cases, seeds):
-    """-> {name: [settings, figures, log and size of each seed's run]}, or {} when stopped."""
+    """-> {name: [settings, figures, log and size of each seed's run]}"""
     runs = {name: [] for name in cases}
     for seed in seeds:
         for name, case in cases.items():
             print(f'\n{name}, seed {seed}')
-            c, log = replace(case, seed=seed), []
+            c = replace(case, seed=seed)
             try:
                 for step, model, log in train(c, run_folder(c)):
                     pass
                 if step < c.max_iters:
                     print('stopped; the same command goes on')
-                    return {}
+                    raise SystemExit(128 + STOP[0] if STOP else 0)
                 figures = log[-1]
             except FloatingPointError as error:
-                print(f'{error}: {name}, seed {seed} counts as worst')
+                print(f'{name}, seed {seed} counts as worst: {error}')
                 worst = math.inf if BETTER is min else -math.inf
                 figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
             runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
@@ -999,14 +985,11 @@ def compare(c):
         fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
         fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-    mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
-    folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
+    folder = Path(c.out_dir, SCRIPT, f'compare-{zlib.crc32(repr(c).encode()):08x}')
     runs = train_all(cases, seeds)
-    if runs and c.best:
+    if c.best:
         seeds = final or seeds
         runs = train_all(choose(c.best, cases, runs, folder), seeds)
-    if not runs:
-        return []
     rows = tabulate(runs, seeds)
     write_csv(folder / 'compare.csv', rows)
     logs = {name: [run['log'] for run in own] for name, own in runs.items()}
@@ -1149,11 +1132,11 @@ def main(argv=None):
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         result = ACTIONS[action](c)
-    except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
-    except (ImportError, OSError) as error:  # no such package or file, disk full, no network
+    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
     except RuntimeError as error:
+        if 'state_dict' in str(error):
+            fail(f'weights do not fit the model: {" ".join(str(error).split())[:200]}')
         if 'memory' not in str(error):
             raise
         fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
@@ -1225,14 +1208,12 @@ def load_photos(folder):
     """Photos in CLASS/*, or in train/CLASS/* and, as the test set, val/CLASS/*, as in ImageNet."""
     root = folder / 'train' if (folder / 'train').is_dir() else folder
     classes = sorted(path.name for path in root.iterdir() if path.is_dir())
-    if len(classes) < 2:
-        fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
     def photos(root):
         found = [(str(path), label) for label, name in enumerate(classes)
                  for path in sorted((root / name).rglob('*.*'))
                  if path.suffix.lower() in ('.jpg', '.jpeg', '.png', '.bmp', '.webp')]
-        if not found:
-            fail(f'{root} has no photos in its folders')
+        if len(classes) < 2 or not found:
+            fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
         paths, labels = zip(*found)
         return np.array(paths), np.array(labels)
     test = photos(folder / 'val') if root != folder and (folder / 'val').is_dir() else None
@@ -1279,7 +1260,7 @@ def linear_accuracy(data, c):
     """A yardstick: test accuracy of ridge regression on the pixels of up to 10,000 images."""
     x, y = [], []
     for images, labels in (data.train, data.test):
-        pixels = view(data, images[:10000], 32, c).flatten(1)
+        pixels = normalise(images[:10000], 32, c).flatten(1)
         x.append(F.pad(pixels, (0, 1), value=1.0))  # (N, 3 32^2 + 1)
         y.append(torch.from_numpy(labels[:10000]))
     ridge = x[0].T @ x[0] + len(x[0]) * torch.eye(x[0].size(1))
@@ -1302,8 +1283,7 @@ def predict(c):
     run, model = load_run(c)
     answers = []
     for image in c.images:
-        photo = torch.tensor(read_photo(image, run.image_size))[None]  # (1, 3, H, W)
-        x = normalise(photo.to(model.head.weight.device), run.image_size, run)
+        x = normalise(np.array([image]), run.image_size, run, model.head.weight.device)
         chances = model(x)[0, :len(run.classes)].softmax(-1)
         best = [(run.classes[i], chances[i].item()) for i in chances.argsort(descending=True)[:5]]
         print(f'{image}: ' + ', '.join(f'{name} {100 * p:.1f} %' for name, p in best))
@@ -1360,7 +1340,7 @@ def draw_maps(path, images, maps):
 def inspect_layers(c):
     """Train and measure each layer: BF's Fig. 3, which shows the first epoch, and maps."""
     data = load_data(c)
-    images = view(data, data.val[0][:64], c.image_size, c, pick_device(c)[0])
+    images = normalise(data.val[0][:64], c.image_size, c, pick_device(c)[0])
     rows = []
     for step, model, log in train(c):
         if step % c.eval_interval == 0 or step == c.max_iters:

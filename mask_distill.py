@@ -31,7 +31,7 @@ cosine 0.977; 2 of 4 criteria pass (644,224 parameters, one seed, 174 seconds of
 
 Stage 1 of 2 takes a GPT-2 file as the teacher or trains a small one; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-724 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-713 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -44,7 +44,6 @@ import math
 import os
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
 import zlib
@@ -140,11 +139,8 @@ def safe_log(w):
 
 def each_softmax(S, M, c):
     """sum_k c_k softmax(S on M_k), where a mask without tokens adds nothing."""
-    total = 0.0
-    for c_k, m in zip(c, M):
-        p = F.softmax(S.masked_fill(~m, torch.finfo(S.dtype).min), -1) * m
-        total = total + c_k * p
-    return total
+    least = torch.finfo(S.dtype).min
+    return sum(c_k * (F.softmax(S.masked_fill(~m, least), -1) * m) for c_k, m in zip(c, M))
 
 READINGS = {  # from scores S (B, nh, Tq, T), masks M (K, Tq, T) and coefficients c (K,)
     'renormalised': lambda S, M, c: F.softmax(S.add_(safe_log(mixture(c, M))), -1),
@@ -212,7 +208,6 @@ def penalty(alphas, c):
             total = total + F.relu(excess - 1e-6) / len(alphas)  # rounding is no excess
     return total
 
-@torch.no_grad()
 def kept_pairs(alphas, masks, T):
     """Share of the causal pairs of T tokens that open masks hold, mean over layers."""
     opened = [(own_token(masks, coefficients(alpha)) > 0).float() for alpha in alphas]
@@ -240,8 +235,8 @@ class Config:
     vocab_size: int = 0            # 0: as many as the data's tokenizer has
     block_size: int = 128          # tokens in a window
     # data
-    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data know theirs
+    data: str = 'builtin'          # a folder in data/, its full path, or builtin: Python's source
+    tokenizer: str = 'bytes'       # of the built-in text: bytes or gpt2; prepared data know theirs
     samples: int = 0               # windows to distil on, drawn with replacement; 0: all the text
     # training
     seed: int = 1337               # of weights and batches
@@ -317,7 +312,6 @@ TABLES = {  # rows for `compare --table NAME` and `inspect --table NAME`
         'last5, mask only': dict(masks='last5', learn='alphas', max_iters=0),
         '64+4, alphas': dict(masks='window:64+sinks:4', learn='alphas'),
         '64+4, mask only': dict(masks='window:64+sinks:4', learn='alphas', max_iters=0)},
-    'readings': {name: dict(masks='last5', reading=name) for name in READINGS},
     'l1': {'nothing': dict(masks='first-all', learn='alphas'),
            'L1': dict(masks='first-all', learn='alphas', l1=0.1),
            'budget': dict(masks='first-all', learn='alphas', budget=1.0)},
@@ -347,7 +341,7 @@ class SelfAttention(nn.Module):
         self.fused, self.masks, self.reading = True, 'all', 'renormalised'
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
-        self.register_parameter('alpha', None)
+        self.alpha = None
 
     def attend(self, q, k, v, i, j, watch=None):
         """q, k, v (B, nh, T, hs), positions i of queries and j of keys -> (B, nh, Tq, hs)."""
@@ -449,10 +443,9 @@ def substitute(teacher, c):
     """A copy of the teacher whose attention has masks. Only what --learn says is trained."""
     model = copy.deepcopy(teacher)
     model.config = c
-    zeros = torch.zeros(len(candidates(c.masks)), device=teacher.wte.weight.device)
     for block in model.h:
         block.attn.fused, block.attn.masks, block.attn.reading = False, c.masks, c.reading
-        block.attn.alpha = nn.Parameter(zeros.clone())
+        block.attn.alpha = nn.Parameter(torch.zeros(len(candidates(c.masks))))
     trained = '.attn.' if c.learn == 'attention' else '.alpha'
     for name, p in model.named_parameters():
         p.requires_grad_(trained in name)
@@ -463,18 +456,12 @@ def stream(name, *numbers):
     """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-def read_text(c):
-    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
-    if c.data == 'builtin':
-        files = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
-        texts = [f.read_text('utf-8', errors='replace') for f in files]
-        train = [text for i, text in enumerate(texts) if i % 10 < 9]
-        return ''.join(train), ''.join(texts[9::10])
-    if not Path(c.data).is_file():
-        fail(f'--data {c.data}: no such file; python prepare_data.py lists what there is')
-    text = Path(c.data).read_text('utf-8-sig', errors='replace')
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
+def builtin_text():
+    """Python's own source: nine files of ten to train on, every tenth to validate on."""
+    files = sorted(Path(os.__file__).parent.glob('*.py'))
+    texts = [f.read_text('utf-8', errors='replace') for f in files]
+    train = [text for i, text in enumerate(texts) if i % 10 < 9]
+    return ''.join(train), ''.join(texts[9::10])
 
 def get_tokenizer(name):
     """`bytes`, 256 tokens, no files, or `gpt2`, which tiktoken fetches once."""
@@ -487,12 +474,14 @@ def get_tokenizer(name):
 def load_data(c):
     """train, val (uint16 tokens), starts of validation windows, and in stage 2 --init's teacher."""
     folder, tokenizer = Path('data', c.data), c.tokenizer
-    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
+    if c.data == 'builtin':
+        encode = get_tokenizer(tokenizer).encode_ordinary
+        train, val = [np.array(encode(text), dtype=np.uint16) for text in builtin_text()]
+    elif folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         tokenizer = json.loads((folder / 'meta.json').read_text('utf-8'))['tokenizer']
         train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
     else:
-        encode = get_tokenizer(tokenizer).encode_ordinary
-        train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
+        fail(f'--data {c.data}: no folder {folder}; python prepare_data.py lists what there is')
     V = dict(bytes=256, gpt2=50257)[tokenizer]
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
@@ -609,7 +598,7 @@ def schedule(step, c):
         return (step + 1) / (c.warmup_iters + 1)
     left = c.max_iters - step
     if c.schedule == 'cosine':
-        done = 1 - left / max(1, c.max_iters - c.warmup_iters)
+        done = 1 - left / (c.max_iters - c.warmup_iters)
         return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
     if c.schedule == 'trapezoid':
         return min(1.0, left / max(1, c.warmdown_iters))
@@ -618,9 +607,8 @@ def schedule(step, c):
 def train(c, folder=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each. log is the list of rows so far, dicts of
-    figures. folder keeps what a resumed run needs: a step depends only on weights, optimizer, seed
-    and step number, so an interrupted run ends with the weights of an unbroken one.
+    It yields before the first step and after each; log is a list of dicts of figures. A step
+    depends on weights, optimizer, seed and step number alone: folder keeps what it needs to go on.
     """
     device, dtype = pick_device(c)
     data = load_data(c)
@@ -713,7 +701,8 @@ def train(c, folder=None):
         loss, halt = figures.tolist()
         may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
         if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}')
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
+                                     'try a lower --learning-rate')
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -837,11 +826,8 @@ def load_run(c):
     saved = load_checkpoint(path)
     c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
     model = make_model(c, None).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{path} does not fit the model, whose code has changed since: train again')
     print(f'{path}, step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
     return c, model.eval()
 
 def train_and_report(c):
@@ -875,21 +861,21 @@ def cases_of(c):
     return {name: replace(c, **case) for name, case in cases.items()}
 
 def train_all(cases, seeds):
-    """-> {name: [settings, figures, log and size of each seed's run]}, or {} when stopped."""
+    """-> {name: [settings, figures, log and size of each seed's run]}"""
     runs = {name: [] for name in cases}
     for seed in seeds:
         for name, case in cases.items():
             print(f'\n{name}, seed {seed}')
-            c, log = replace(case, seed=seed), []
+            c = replace(case, seed=seed)
             try:
                 for step, model, log in train(c, run_folder(c)):
                     pass
                 if step < c.max_iters:
                     print('stopped; the same command goes on')
-                    return {}
+                    raise SystemExit(128 + STOP[0] if STOP else 0)
                 figures = log[-1]
             except FloatingPointError as error:
-                print(f'{error}: {name}, seed {seed} counts as worst')
+                print(f'{name}, seed {seed} counts as worst: {error}')
                 worst = math.inf if BETTER is min else -math.inf
                 figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
             runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
@@ -905,14 +891,11 @@ def compare(c):
         fail('--final-seeds judge what --seeds chose, so the two must not overlap')
     if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
         fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-    mark = zlib.crc32(repr([c.over, c.table, seeds, final, c.best, settings(c)]).encode())
-    folder = Path(c.out_dir, SCRIPT, f'compare-{mark:08x}')
+    folder = Path(c.out_dir, SCRIPT, f'compare-{zlib.crc32(repr(c).encode()):08x}')
     runs = train_all(cases, seeds)
-    if runs and c.best:
+    if c.best:
         seeds = final or seeds
         runs = train_all(choose(c.best, cases, runs, folder), seeds)
-    if not runs:
-        return []
     rows = tabulate(runs, seeds)
     write_csv(folder / 'compare.csv', rows)
     logs = {name: [run['log'] for run in own] for name, own in runs.items()}
@@ -1055,11 +1038,11 @@ def main(argv=None):
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         result = ACTIONS[action](c)
-    except FloatingPointError as error:
-        fail(f'{error}: try a lower --learning-rate; the last checkpoint predates it')
-    except (ImportError, OSError) as error:  # no such package or file, disk full, no network
+    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
     except RuntimeError as error:
+        if 'state_dict' in str(error):
+            fail(f'weights do not fit the model: {" ".join(str(error).split())[:200]}')
         if 'memory' not in str(error):
             raise
         fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
@@ -1101,9 +1084,7 @@ def load_gpt2(path):
         state = {key.removeprefix('transformer.'): tensor.float()
                  for key, tensor in read_safetensors(path).items() if not key.endswith(dropped)}
         V, C = state['wte.weight'].shape
-        n_head = int(read_header(path)[0].get('__metadata__', {}).get('n_head', C // 64))
-        if not n_head or C % n_head:
-            raise ValueError(f'{C} channels, {n_head} heads: its metadata should say n_head')
+        n_head = int(read_header(path)[0].get('__metadata__', {}).get('n_head', C // 64 or 1))
         model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V,
                             n_layer=sum(key.endswith('.ln_1.weight') for key in state),
                             block_size=len(state['wpe.weight'])))
@@ -1135,7 +1116,6 @@ def passes(name, value):
     least = name in ('accuracy', 'cosine')
     return value >= CRITERIA[name] if least else value <= CRITERIA[name]
 
-@torch.enable_grad()
 def look(model, x, y):
     """Log-probabilities (N, V) at the N targets y that are not -1, every layer's attention weights
     (B, nh, T, T), and the gradient of the summed cross-entropy for all parameters of attention."""
@@ -1148,7 +1128,6 @@ def look(model, x, y):
     gradient = torch.autograd.grad(loss, list(params.values()))
     return logs.detach(), maps, torch.cat([g.flatten() for g in gradient])
 
-@torch.no_grad()
 def fidelity(model, teacher, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T); y = -1 is padding
     and never counts. Besides the criteria: tv, the mean over rows of 1/2 sum_j |P - P'|, which does
@@ -1182,8 +1161,7 @@ TEACHER = ('seed', 'block_size', 'data', 'tokenizer', 'n_layer', 'n_head', 'n_em
            'teacher_iters', 'teacher_lr', 'weight_decay')  # what makes another teacher: not code
 
 def with_teacher(c):
-    """Stage 1 of 2 -> c with a teacher in c.init: the one it names, a prepared GPT-2, or one that
-    is trained here, once."""
+    """Stage 1 of 2 -> c with its teacher: the one named, a prepared GPT-2, or one trained here."""
     for spec in c.over:
         if spec.partition('=')[0] in TEACHER[3:]:  # seed, block_size and data may vary
             fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
@@ -1197,8 +1175,7 @@ def with_teacher(c):
     gpt2 = 'data/weights/gpt2/model.safetensors'
     if os.path.exists(gpt2) and load_data(t).tokenizer == 'gpt2':
         return replace(c, init=gpt2)
-    size = os.path.getsize(c.data) if os.path.isfile(c.data) else 0
-    mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER] + [size]).encode())
+    mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER]).encode())
     folder = Path(c.out_dir, SCRIPT, f'teacher-s{c.seed}-{mark:08x}')
     print('stage 1 of 2: the teacher')
     for step, model, log in train(t, folder):
@@ -1212,8 +1189,7 @@ def with_teacher(c):
     return replace(c, init=str(folder / 'ckpt.pt'))
 
 def peak(f, device):
-    """The most bytes that f() has allocated at once: CUDA counts them itself, and on a CPU the
-    trace of PyTorch's profiler has every allocation."""
+    """The most bytes that f() holds at once, by CUDA's counter or the CPU profiler's trace."""
     if device.type == 'cuda':
         f()  # so that cuBLAS has its workspace
         before = torch.cuda.memory_allocated(device)
@@ -1301,7 +1277,7 @@ def report(c, model, log):
     """Print the criteria, of the masks alone and after training, and two samples -> figures."""
     device, _ = pick_device(c)
     data = load_data(c)
-    untrained = substitute(data.teacher, model.config)
+    untrained = substitute(data.teacher, model.config).to(device)
     rows = {}
     print('the report wants' + ''.join(f'{name:>9} {x:<7g}' for name, x in CRITERIA.items()))
     for case, net in (('mask only', untrained), ('trained', model)):

@@ -66,8 +66,8 @@ SMALL = {  # flags of a run that takes a second
     gpt: SHORT + SMALL_GPT,
     vit: SHORT + [word for name, size in SMALL_VIT.items() for word in ('--' + name, size)],
     detr: SHORT + ['--hidden-dim', 16, '--nheads', 2, '--enc-layers', 1, '--dec-layers', 2,
-                   '--dim-feedforward', 24, '--num-queries', 5, '--stride', 16,
-                   '--image-size', 32, '--iterations', 5, '--eval-rows', 8],
+                   '--dim-feedforward', 24, '--num-queries', 5, '--image-size', 32,
+                   '--iterations', 5, '--eval-rows', 8],
     mask: SHORT + SMALL_GPT + ['--masks', 'window:4+sinks:1', '--teacher-iters', 5],
 }
 
@@ -79,7 +79,8 @@ def tiny(script, path, *more):
         flags += ['--data', vit_data(path / 'data')]
     if script in (gpt, mask):
         (path / 'text.txt').write_text(TEXT)
-        flags += ['--data', path / 'text.txt']
+        done(prepare_data, 'text', path / 'text.txt', '--tokenizer', 'bytes', '--data-dir', path)
+        flags += ['--data', path / 'text']
     return [str(word) for word in (*flags, *more)]
 
 def run(script, *argv):
@@ -319,7 +320,7 @@ def test_gpt_recipes():
     """The papers' presets: sizes, rates, counts of parameters."""
     owt, bf = [gpt.Config(**gpt.PRESETS[name]) for name in ('owt-124m', 'belief-124m')]
     for c in (owt, bf):
-        has(c, n_layer=12, n_head=12, n_embd=768, block_size=1024, beta1=0.9, beta2=0.95,
+        has(c, n_layer=12, n_head=12, n_embd=768, block_size=1024, beta2=0.95,
             weight_decay=0.1, data='openwebtext', bias=False, dropout=0)
     has(owt, attention='attentionx', arch='gpt2', fp8_weights=False, max_iters=600_000,
         units_per_step=491_520, grad_clip=1, learning_rate=6e-4, schedule='cosine',
@@ -374,16 +375,17 @@ def test_gpt_sampling():
     net, idx = gpt_model(), torch.zeros(9999, 1, dtype=torch.long)
     torch.manual_seed(0)
     logits = net(idx[:1])[0][0, 0].detach()
-    drawn = net.generate(idx, 1, temperature=2.0, top_k=3)[:, 1].bincount(minlength=40)
-    best = logits.topk(3).indices
-    close(drawn[best] / 9999, F.softmax(logits[best] / 2, dim=0), 0.02)
+    drawn = net.generate(idx, 1, temperature=2.0)[:, 1].bincount(minlength=40)
+    close(drawn / 9999, F.softmax(logits / 2, dim=0), 0.006)
 
 def test_gpt_mask_data(tmp_path):
     text = 'naïve\n λ\t"\\x00"' * 2
-    (tmp_path / 'a.txt').write_text(text * 10, 'utf-8')
-    data = gpt.load_data(gpt.Config(data=str(tmp_path / 'a.txt'), block_size=16))
-    assert bytes(data.train.tolist()) == (text * 9).encode()
-    assert bytes(data.val.tolist()) == text.encode()
+    for script, c in ((gpt, gpt.Config(block_size=16)), (mask, mask_config(stage='teacher'))):
+        with patch.object(script, 'builtin_text', lambda: (text * 9, text)):
+            data = script.load_data(c)
+        assert bytes(data.train.tolist()) == (text * 9).encode()
+        assert bytes(data.val.tolist()) == text.encode()
+        assert script is mask or data.val_bytes == len(data.val)
     for name, n in (('train', 50), ('val', 40)):  # as prepare_data.py writes it
         np.arange(n, dtype=np.uint16).tofile(tmp_path / f'{name}.bin')
     (tmp_path / 'meta.json').write_text('{"tokenizer": "gpt2", "bytes": {"val": 200}}')
@@ -395,7 +397,7 @@ def test_gpt_mask_data(tmp_path):
         refuse(gpt, words[:1], *tiny(gpt, tmp_path, '--data', tmp_path, *words))
     # every tenth file of Python's own is to validate on
     files = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))
-    train, val = gpt.read_text(gpt.Config())
+    train, val = gpt.builtin_text()
     ninth = files[9].read_text('utf-8')
     assert ninth in val and ninth not in train
 
@@ -434,7 +436,7 @@ def test_gpt_init_and_actions(tmp_path):
     state['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)  # its mask
     torch.save({'model': state, 'iter_num': 7}, tmp_path / 'nano.pt')
     flags = tiny(gpt, tmp_path, '--init', tmp_path / 'nano.pt', '--attention', 'softmax', '--bias')
-    refuse(gpt, ['nano.pt', 'size mismatch'], *flags, '--n-embd', 32)
+    refuse(gpt, ['weights do not fit', 'size mismatch'], *flags, '--n-embd', 32)
     end = run(gpt, *flags, '--max-iters', 0)
     assert same(checkpoint(tmp_path)['model'], net.state_dict())
     nats = end.result['val_loss']
@@ -447,7 +449,7 @@ def test_gpt_diagnose():
     net, idx = gpt_model(attention='belief-star'), gpt_ids(2, 9)
     block = net.transformer.h[1]
     x = net.transformer.h[0](net.transformer.wte(idx) + net.transformer.wpe.weight[:9])
-    q, k, v = [t.transpose(1, 2) for t in block.attn.qkv(block.ln_1(x))]
+    q, k, v, _ = [t.transpose(1, 2) for t in block.attn.heads(block.ln_1(x))]
     delta, delta_s = gpt_slow('belief-star', q, k, v, 1, False).flatten(3)
     out = block.attn.c_proj(delta) + block.attn.c_proj_s(delta_s)
     close(block.attn(block.ln_1(x)), out, 1e-12)
@@ -622,7 +624,7 @@ def test_vit_batches(tmp_path):
         assert not torch.equal(x, other)
     with patch.object(vit, 'augment', lambda x, *_: x):
         epoch = torch.cat([get(step, micro)[0] for step in range(6, 12) for micro in range(2)])
-    images = vit.normalise(torch.from_numpy(data.train[0]), 8, c)
+    images = vit.normalise(data.train[0], 8, c)
     found = [int((images == x).all((1, 2, 3)).nonzero()) for x in epoch]
     assert sorted(found) == list(range(48)) != found
     for step, size in ((29, 8), (30, 16), (99, 32)):  # two patches more after five epochs
@@ -641,13 +643,13 @@ def test_vit_evaluation(tmp_path):
     figures = vit.evaluate(lambda x: x.mean((2, 3)), data, c, 'cpu')
     close(figures['val_loss'], F.cross_entropy(logits, labels), 1e-5)
     close(figures['val_acc'], (logits.argmax(1) == labels).double().mean(), 1e-9)
-    black = vit.normalise(torch.zeros(1, 3, 1, 1), 1, vit.Config(data='data/cifar10'))
+    black = vit.normalise(np.zeros((1, 3, 1, 1)), 1, vit.Config(data='data/cifar10'))
     close(black.flatten(), torch.tensor([-2.4291, -2.4183, -2.2214]), 1e-3)
 
 def test_vit_best_weights(tmp_path):
     """best.pt is the best step's; the test set is for the end, for the last weights and these."""
     seen = []
-    def judge(model, data, part, c, device):
+    def judge(model, part, c, device):
         end = len(seen) >= 4  # it has judged steps 0, 3, 6 and 9
         assert len(part[1]) == (30 if end else 6)
         assert torch.is_autocast_enabled('cpu') != end  # which keeps casts of weights
@@ -761,7 +763,7 @@ OPTIONS = [dict(ridge=ridge, positive=positive)
 
 def detr_config(**settings):
     small = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
-                 num_queries=5, num_classes=3, stride=16, image_size=32, **detr.OA)
+                 num_queries=5, classes=[''] * 3, image_size=32, **detr.OA)
     return detr.Config(**{**small, **settings})
 
 def tokens(*sizes, d=32, dtype=torch.float64):
@@ -817,12 +819,26 @@ def test_detr_elastic_net_of_scikit_learn():
         want = net.fit(k[0, 1].T.numpy(), q[0, 1, 0].numpy()).coef_
         close(x[0, 1, 0], torch.from_numpy(want), 1e-6)
 
+def objective(x, q, k, penalty, e=0.0):
+    """Problem (2), with a ridge term, for every query."""
+    left = (q - x @ k).square().sum(-1)
+    return left + (penalty * x.abs() + e * x.square()).sum(-1)
+
+def solver_gap(q, k, c):
+    """How far the solver's objective is above that after 2000 iterations, relative to it."""
+    options = dict(sparsity=c.sparsity, ridge=c.ridge, positive=c.positive)
+    penalty, _, e = detr.scales(q, k, **options)
+    x = detr.lasso(q, k, rho=c.rho, iterations=c.iterations, relax=c.relax, **options)
+    best = detr.lasso(q, k, iterations=2000, **options)
+    gap = objective(x, q, k, penalty, e) / objective(best, q, k, penalty, e) - 1
+    return gap.clamp_min(0).mean()
+
 def test_detr_iterations():
     """The default ones are enough, and over-relaxation pays."""
     q, k = tokens(10, 100)
-    assert detr.solver_gap(q, k, False, detr.Config()) < 1e-4
-    gap = detr.solver_gap(q, k, False, detr_config())
-    plain = detr.solver_gap(q, k, False, detr_config(relax=1.0))
+    assert solver_gap(q, k, detr.Config()) < 1e-4
+    gap = solver_gap(q, k, detr_config())
+    plain = solver_gap(q, k, detr_config(relax=1.0))
     assert 0 < gap < 1e-2 and plain > 1.5 * gap
 
 def test_detr_attention_reference():
@@ -856,7 +872,7 @@ def test_detr_gradcheck():
         cross = lambda q, k: solve(q, k, None, False, c)
         own = lambda k: solve(k, k, None, True, c)
         assert torch.autograd.gradcheck(cross, [q, k], atol=1e-6), name
-        assert torch.autograd.gradcheck(own, [k], atol=1e-6), name
+        assert name == 'l2' or torch.autograd.gradcheck(own, [k], atol=1e-6), name
 
 def test_detr_degenerate_tokens():
     """Rank one, repeated, zero, large and small tokens: finite, with finite gradients."""
@@ -873,12 +889,12 @@ def test_detr_degenerate_tokens():
         assert x.isfinite().all() and a.grad.isfinite().all() and b.grad.isfinite().all()
 
 def test_detr_padding_and_precision():
-    """Padding changes nothing; float16 and autocast are solved in float32; with --recompute too."""
+    """Padding changes nothing; float16 and autocast are solved in float32."""
     q, k, hidden = [x.transpose(1, 2).flatten(2).float() for x in tokens(6, 10, 4, d=8)]
     padded = torch.cat([k, 50 * hidden], 1)
     padding = torch.arange(14)[None] >= 10
-    for name, recompute in itertools.product(('softmax', 'no-weights', *EXACT), (False, True)):
-        c = detr_config(centre=True, recompute=recompute)
+    c = detr_config(centre=True)
+    for name in ('softmax', 'no-weights', *EXACT):
         module = detr.MultiheadAttention(c, name).eval()
         for p in module.parameters():
             torch.nn.init.uniform_(p, -0.5, 0.5)
@@ -896,19 +912,14 @@ def test_detr_padding_and_precision():
             close(module.out_proj(y.transpose(1, 2).flatten(2)), want, 1e-4)
 
 def test_detr_l2():
-    """Ridge regression solved as it is defined; with `own`, without the query's token."""
+    """Ridge regression solved as it is defined."""
     q, k = tokens(5, 9, d=6)
-    for own in (False, True):
-        q = k if own else q
-        x = detr.l2(q, k, None, own, detr_config(power=0))
-        for head, i in itertools.product(range(2), range(5)):
-            Q, K = q[0, head, i].numpy(), k[0, head].numpy()
-            rho = 0.1 * np.linalg.eigvalsh(K.T @ K).mean()
-            left = [j for j in range(9) if not own or j != i]
-            K = K[left]
-            want = np.linalg.solve(K @ K.T + rho * np.eye(len(K)), K @ Q)
-            close(x[0, head, i, left], torch.from_numpy(want), 1e-10)
-            assert not own or x[0, head, i, i] == 0
+    x = detr.l2(q, k, None, False, detr_config(power=0))
+    for head, i in itertools.product(range(2), range(5)):
+        Q, K = q[0, head, i].numpy(), k[0, head].numpy()
+        rho = 0.1 * np.linalg.eigvalsh(K.T @ K).mean()
+        want = np.linalg.solve(K @ K.T + rho * np.eye(9), K @ Q)
+        close(x[0, head, i], torch.from_numpy(want), 1e-10)
 
 def slow_printed(q, V, rho, threshold, vanilla):
     """Equations (3) and (4) to the letter, four iterations; q is token 2."""
@@ -937,13 +948,13 @@ def test_detr_printed_equations():
         close(x, torch.from_numpy(slow_printed(V[2], V, r, threshold, vanilla)), 1e-9)
     q, k = tokens(10, 100)
     penalty, _, _ = detr.scales(q, k)
-    f = lambda x: detr.objective(x, q, k, penalty).mean()
+    f = lambda x: objective(x, q, k, penalty).mean()
     assert f(detr.printed(q, k)) > 100 * f(detr.lasso(q, k))
 
 def test_detr_golden():
     """With the same weights, outputs and loss of facebookresearch/detr, in float64."""
     c = detr.Config(backbone='resnet50', hidden_dim=32, nheads=4, dim_feedforward=48,
-                    num_queries=7, num_classes=91, cross_attention='softmax')
+                    num_queries=7, classes=[''] * 91, cross_attention='softmax')
     net = fill(detr.DETR(c).double().eval())
     x = np.random.RandomState(0).uniform(-1.7, 1.7, (2, 3, 96, 128))
     mask = torch.zeros(2, 96, 128, dtype=torch.bool)
@@ -963,12 +974,12 @@ def test_detr_parameter_counts():
     """The original's, and what attention without weights saves: 3.8 %, both 7.6 %."""
     softmax = dict(self_attention='softmax', cross_attention='softmax')
     one = dict(self_attention='softmax', cross_attention='no-weights')
-    both = dict(self_attention='l2', cross_attention='admm')
+    both = dict(self_attention='admm', cross_attention='l2')
     for kinds, size in (softmax, 41302368), (one, 39723360), (both, 38144352):
-        c = detr.Config(**detr.DETR_R50, **kinds, num_classes=91)
+        c = detr.Config(**detr.DETR_R50, **kinds, classes=[''] * 91)
         with torch.device('meta'), patch.object(detr.DETR, 'init_parameter'):
             assert detr.count(detr.DETR(c)) == size
-    assert detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3] == (16, 8)
+    assert detr.DETR(detr_config()).encode(torch.zeros(1, 3, 64, 32))[3] == (8, 4)
     for kind, size in ('softmax', 341480), ('admm', 308200):  # of README's table
         c = detr.Config(cross_attention=kind)
         assert detr.count(detr.make_model(c, detr.load_data(c))) == size
@@ -977,7 +988,8 @@ def test_detr_initial_weights():
     """Variants share what they have in common; every learned tensor gets a gradient."""
     nets = {}
     for name in detr.ATTENTION:
-        c = detr_config(self_attention=name, cross_attention=name, out_proj=True)
+        own = 'admm' if name == 'l2' else name
+        c = detr_config(self_attention=own, cross_attention=name, out_proj=True)
         nets[name] = detr.DETR(c)
     full = nets['softmax'].state_dict()
     bound = full['transformer.decoder.layers.0.multihead_attn.in_proj_weight'].abs().max()
@@ -1194,7 +1206,7 @@ def test_detr_actions(tmp_path):
     own = ['--out-dir', tmp_path / 'out']
     rows = done(detr, 'inspect', *own)
     assert len(rows) == 4  # two layers, self and cross
-    assert all(0 <= row['gap'] < 1 for row in rows if row['attention'] == 'admm-vanilla')
+    assert all(row['nonzero'] >= 1 and 0 < row['top'] <= 1 for row in rows)
     refuse(detr, ['--images'], 'detect', *own)
 
 def test_detr_init(tmp_path):
@@ -1217,9 +1229,9 @@ def test_detr_init(tmp_path):
 def test_detr_mistakes():
     for words, *argv in (
             (['--cross-attention', 'admm-printed'], '--cross-attention', 'lasso'),
+            (['--self-attention', 'admm'], '--self-attention', 'l2'),
             (['--power', '5'], '--power', 2), (['--sparsity'], '--sparsity', 0),
-            (['--hidden-dim 64'], '--nheads', 5),
-            (['--iterations'], '--cross-attention', 'admm-printed', '--iterations', 21)):
+            (['--hidden-dim 64'], '--nheads', 5)):
         refuse(detr, words, *argv)
 
 def test_detr_facts_of_the_paper():
@@ -1770,7 +1782,7 @@ def test_schedules():
 def test_training_by_hand(tmp_path):
     """Five steps of AdamW written out: accumulation, clipping, decay, warmup and cosine."""
     flags = tiny(gpt, tmp_path, '--grad-accum-steps', 2, '--max-iters', 5, '--grad-clip', 0.5,
-                 '--bias', '--beta1', 0.8, '--beta2', 0.9, '--weight-decay', 0.3)
+                 '--bias', '--beta2', 0.8, '--weight-decay', 0.3)
     log = done(gpt, *flags)['log']
     with QUIET:
         _, c = gpt.parse(flags)
@@ -1790,18 +1802,18 @@ def test_training_by_hand(tmp_path):
         close(log[step + 1]['loss'], loss, 1e-4)
         for p, (m, v) in moments.items():
             g = p.grad * 0.5 / norm
-            m = 0.8 * m + 0.2 * g
-            v = 0.9 * v + 0.1 * g * g
+            m = 0.9 * m + 0.1 * g
+            v = 0.8 * v + 0.2 * g * g
             moments[p] = m, v
             p.data *= 1 - lr * 0.3 * (p.dim() > 1)
-            m_hat, v_hat = m / (1 - 0.8 ** (step + 1)), v / (1 - 0.9 ** (step + 1))
+            m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.8 ** (step + 1))
             p.data -= lr * m_hat / (v_hat.sqrt() + 1e-8)
     for name, p in checkpoint(tmp_path)['model'].items():
         close(p, model.state_dict()[name], 2e-5)
 
 def test_dropout_differs_from_step_to_step(tmp_path):
     flags = tiny(gpt, tmp_path, '--dropout', 0.5, '--learning-rate', 1e-30)
-    (tmp_path / 'text.txt').write_text('a' * 2000)  # every batch is the same
+    np.zeros(2000, np.uint16).tofile(tmp_path / 'text' / 'train.bin')  # every batch is the same
     losses = [row['loss'] for row in done(gpt, *flags)['log'][1:]]
     assert len(set(losses)) == len(losses) == 6
 
@@ -1872,7 +1884,7 @@ def test_no_clipping(tmp_path):
 def test_time_limit(tmp_path):
     """--max-minutes stops a run, in a comparison too; the same command goes on."""
     flags = tiny(gpt, tmp_path, '--over', 'gamma=1,2', '--seeds', '0')
-    assert done(gpt, 'compare', *flags, '--max-minutes', 1e-9) == []
+    assert done(gpt, 'compare', *flags, '--max-minutes', 1e-9) is None
     assert len(done(gpt, 'compare', *flags)) == 2
 
 def test_killed(tmp_path):
@@ -1940,7 +1952,7 @@ def test_mistakes(tmp_path):
         flags = tiny(script, tmp_path)
         refuse(script, ['--help'], '--no-such-flag')
         refuse(script, ['--schedule zigzag', 'cosine'], '--schedule', 'zigzag')
-        refuse(script, ['no-such-data'], *flags, '--data', 'no-such-data')
+        refuse(script, ['no-such-data', 'prepare_data.py'], *flags, '--data', 'no-such-data')
         refuse(script, ['--over'], 'compare', *flags, '--over', 'nothing=1')
         refuse(script, ['--final-seeds'], 'compare', *flags, '--final-seeds', '1')
         with patch('torch.cuda.is_available', lambda: False):
@@ -2061,8 +2073,9 @@ def test_the_last_run_is_trains(tmp_path):
     run(gpt, 'inspect', *tiny(gpt, tmp_path, '--seed', 3))
     run(gpt, 'compare', *tiny(gpt, tmp_path, '--over', 'gamma=2', '--seeds', '4'))
     assert str(trained) in run(gpt, 'sample', *tiny(gpt, tmp_path)).out
-    with patch.object(gpt.GPT, 'load_state_dict', side_effect=RuntimeError):
-        refuse(gpt, ['does not fit', 'train again'], 'sample', *tiny(gpt, tmp_path))
+    best = trained / 'best.pt'
+    torch.save({**torch.load(best), 'model': {}}, best)
+    refuse(gpt, ['do not fit', 'Missing key'], 'sample', *tiny(gpt, tmp_path))
 
 @unittest.skipUnless(torch.cuda.is_available(), 'no CUDA GPU is here')
 def test_cuda(tmp_path):
