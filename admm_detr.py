@@ -355,7 +355,7 @@ TABLES = {  # `compare --table NAME`: the paper's experiments
           'efficient ADMM SA': dict(OA, self_attention='admm', cross_attention='softmax')},
 }
 CHOICES = {
-    'self_attention': [name for name in ATTENTION if name != 'l2'],  # l2 would return the query
+    'self_attention': [name for name in ATTENTION if name != 'l2'],  # l2 would give back the query
     'cross_attention': ATTENTION, 'solve_over': ('key', 'value'), 'power': (0, 1, 3, 5),
     'backbone': ('small', 'resnet50'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),

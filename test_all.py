@@ -2,7 +2,7 @@
 
     python test_all.py                 # all of them, two or three minutes
     python test_all.py belief resume   # those with one of these words in their name
-    python test_all.py --soak          # kills and full disks by the dozen instead, ten minutes
+    python test_all.py --soak          # only kills and full disks, ten minutes
     pytest test_all.py                 # the same tests, if you have pytest
 
 No network, no files but this repository's, nothing written outside temporary folders.
