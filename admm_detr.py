@@ -33,7 +33,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
 
 The first ends at AP 0.720, AP50 0.948 on 200 drawings (on another CPU 0.674, 0.925); the means over
 eight other seeds are 0.644 and 0.894, for the second 0.677 and 0.919 (2000 steps, one CPU thread).
-It solves (2) made easier: [choice] a ridge term, x >= 0, centred tokens. OA's own hardly learns.
+The default solves (2) made easier: [choice] ridge term, x >= 0, centred tokens. OA's hardly learns.
 
 What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
 those without (its values), since using the same for both nearly gives back the query
