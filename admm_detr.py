@@ -40,7 +40,7 @@ those without (its values), since using the same for both nearly gives back the 
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and state-dict keys are facebookresearch/detr's.
 
-Lines 1-852 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-858 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
 """
 import argparse
@@ -255,6 +255,7 @@ class Config:
     centre: bool = True            # tokens less their mean, which is most of K^T K and says little
     # model
     backbone: str = 'small'        # small: convolutions with GroupNorm; resnet50
+    stride: int = 8                # pixels per token of the small backbone: 4, 8, 16, 32
     hidden_dim: int = 64           # channels
     nheads: int = 4
     enc_layers: int = 2
@@ -262,6 +263,7 @@ class Config:
     dim_feedforward: int = 128     # hidden channels of the feed-forward networks
     dropout: float = 0.0
     num_queries: int = 12          # object queries, several times the most objects
+    num_classes: int = 0           # as many as the data has
     classes: list = ()             # their names; the data know them
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
     # losses; matching uses the same weights
@@ -356,9 +358,10 @@ TABLES = {  # `compare --table NAME`: the paper's experiments
 }
 CHOICES = {
     'self_attention': [name for name in ATTENTION if name != 'l2'],  # l2 would give back the query
-    'cross_attention': ATTENTION, 'solve_over': ('key', 'value'), 'power': (0, 1, 3, 5),
-    'backbone': ('small', 'resnet50'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
+    'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
+    'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'), 'stride': (4, 8, 16, 32),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
+    'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
 
 # ------------------------------------ model ------------------------------------
@@ -433,15 +436,18 @@ class DecoderLayer(EncoderLayer):
         return self.norm3(x + self.feed_forward(x))
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions with group norm, which learn from scratch; a token is 8 x 8 pixels."""
+    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
     channels = 96
 
-    def __init__(self):
+    def __init__(self, stride):
         super().__init__()
-        for inside, width, stride in (3, 32, 2), (32, 64, 2), (64, 96, 2), (96, 96, 1):
-            self.append(nn.Conv2d(inside, width, 3, stride, 1, bias=False))
+        inside, width = 3, 32
+        while stride >= 1:  # for 8: 32, 64, 96, 96 channels with strides 2, 2, 2, 1
+            self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
             self.append(nn.GroupNorm(8, width))
             self.append(nn.ReLU())
+            inside, width = width, min(96, width + 32)
+            stride //= 2
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's.
@@ -468,19 +474,19 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 class DETR(nn.Module):
-    """facebookresearch/detr, with its state-dict keys; config.classes without no-object."""
+    """facebookresearch/detr, with its state-dict keys; config.num_classes without no-object."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         C = c.hidden_dim
-        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone()
+        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone(c.stride)
         encoder = nn.ModuleDict()
         encoder['layers'] = nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))
         decoder = nn.ModuleDict()
         decoder['layers'] = nn.ModuleList(DecoderLayer(c) for _ in range(c.dec_layers))
         decoder['norm'] = nn.LayerNorm(C)
         self.transformer = nn.ModuleDict(dict(encoder=encoder, decoder=decoder))
-        self.class_embed = nn.Linear(C, len(c.classes) + 1)
+        self.class_embed = nn.Linear(C, c.num_classes + 1)
         self.bbox_embed = MLP(C, 4)
         self.query_embed = nn.Embedding(c.num_queries, C)
         self.input_proj = nn.Conv2d(body.channels, C, 1)
@@ -657,7 +663,7 @@ UNIT = 'images'       # what c.units_per_step counts
 def make_model(c, data):
     """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
     if data:
-        c = replace(c, classes=data.train.classes)
+        c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
     model = DETR(c)
     if c.init and data:
         load_weights(model, c.init)

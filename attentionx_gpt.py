@@ -37,7 +37,7 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
 The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
 (800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
-Lines 1-609 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-618 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -136,8 +136,8 @@ class Config:
     fp8_weights: bool = False      # round weights to float8 e5m2 (modded-nanogpt's `casted`)
     init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
     # data
-    data: str = 'builtin'          # a folder in data/, its full path, or builtin: Python's source
-    tokenizer: str = 'bytes'       # of the built-in text: bytes or gpt2; prepared data know theirs
+    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
+    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data know theirs
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 800           # optimiser steps
@@ -149,7 +149,8 @@ class Config:
     warmup_iters: int = 100
     warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
     weight_decay: float = 0.1      # AdamW's, on matrices
-    beta2: float = 0.99            # AdamW's; its beta1 is 0.9
+    beta1: float = 0.9
+    beta2: float = 0.99
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 640           # validation windows, the same ones every time
@@ -167,6 +168,7 @@ class Config:
     prompt: str = '\ndef '         # sample: a text to continue
     new_tokens: int = 300          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
+    top_k: int = 0                 # sample: choose among the k likeliest; 0: among all
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
     seeds: str = '0,1,2'           # compare: a run per case and seed
@@ -368,7 +370,7 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token. Past
         block_size the window slides, all positions shift, and nothing cached holds any longer."""
         new, cache = idx, [{} for _ in self.transformer.h]
@@ -376,6 +378,9 @@ class GPT(nn.Module):
             if idx.size(1) > self.config.block_size:
                 new, cache = idx[:, -self.config.block_size:], None
             logits = self(new, cache=cache)[0][:, -1].float()  # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
+                logits[logits < kth] = -math.inf
             new = logits.argmax(-1, keepdim=True)  # (B, 1)
             if temperature:
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
@@ -391,27 +396,31 @@ def get_tokenizer(name):
     return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
-def builtin_text():
-    """Python's own source: nine files of ten to train on, every tenth to validate on."""
-    files = sorted(Path(os.__file__).parent.glob('*.py'))
-    texts = [f.read_text('utf-8', errors='replace') for f in files]
-    train = [text for i, text in enumerate(texts) if i % 10 < 9]
-    return ''.join(train), ''.join(texts[9::10])
+def read_text(c):
+    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
+    if c.data == 'builtin':
+        files = sorted(Path(os.__file__).parent.glob('*.py'))
+        texts = [f.read_text('utf-8', errors='replace') for f in files]
+        train = [text for i, text in enumerate(texts) if i % 10 < 9]
+        return ''.join(train), ''.join(texts[9::10])
+    if not Path(c.data).is_file():
+        fail(f'--data {c.data}: no such file; python prepare_data.py lists what there is')
+    text = Path(c.data).read_text('utf-8-sig', errors='replace')
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
 
 def load_data(c):
     """c.data -> train and val (uint16 tokens), their tokenizer, val's bytes (None: unknown)."""
     folder = Path('data', c.data)
-    if c.data == 'builtin':
-        texts = builtin_text()
-        tokenizer, val_bytes = c.tokenizer, len(texts[1].encode())
-        encode = get_tokenizer(tokenizer).encode_ordinary
-        train, val = [np.array(encode(text), dtype=np.uint16) for text in texts]
-    elif folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
+    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
         tokenizer, val_bytes = meta['tokenizer'], meta.get('bytes', {}).get('val')
         train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
     else:
-        fail(f'--data {c.data}: no folder {folder}; python prepare_data.py lists what there is')
+        texts = read_text(c)
+        tokenizer, val_bytes = c.tokenizer, len(texts[1].encode())
+        encode = get_tokenizer(tokenizer).encode_ordinary
+        train, val = [np.array(encode(text), dtype=np.uint16) for text in texts]
     vocab_size = dict(bytes=256, gpt2=50257)[tokenizer]
     if 0 < c.vocab_size < vocab_size:
         fail(f'--vocab-size {c.vocab_size}: {tokenizer} has {vocab_size} tokens')
@@ -453,7 +462,7 @@ def make_optimizer(model, c):
         group.append(p)
     groups = [dict(params=matrices, weight_decay=c.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(0.9, c.beta2))
+    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2))
 
 def windows(tokens, starts, c, device):
     """The tokens from each start on, and the same one step later: two of (B, T), int64."""
@@ -980,7 +989,7 @@ def complete(c, model):
         fail('--prompt: nothing to continue')
     torch.manual_seed(c.seed)
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
-    tokens = model.eval().generate(idx, c.new_tokens, c.temperature)[0].tolist()
+    tokens = model.eval().generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
     text = encoding.decode([t for t in tokens if t < encoding.n_vocab])
     print(f'sample of what it writes after {c.prompt!r}:\n{text}')
     return text

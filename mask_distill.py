@@ -31,7 +31,7 @@ cosine 0.977; 2 of 4 criteria pass (644,224 parameters, one seed, 174 seconds of
 
 Stage 1 of 2 takes a GPT-2 file as the teacher or trains a small one; stage 2 trains the student.
 Where the report is silent the code says [choice].
-Lines 1-713 are the report: method, configuration, model, data, training. What follows is tools.
+Lines 1-717 are the report: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -235,8 +235,8 @@ class Config:
     vocab_size: int = 0            # 0: as many as the data's tokenizer has
     block_size: int = 128          # tokens in a window
     # data
-    data: str = 'builtin'          # a folder in data/, its full path, or builtin: Python's source
-    tokenizer: str = 'bytes'       # of the built-in text: bytes or gpt2; prepared data know theirs
+    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
+    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data know theirs
     samples: int = 0               # windows to distil on, drawn with replacement; 0: all the text
     # training
     seed: int = 1337               # of weights and batches
@@ -456,12 +456,18 @@ def stream(name, *numbers):
     """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-def builtin_text():
-    """Python's own source: nine files of ten to train on, every tenth to validate on."""
-    files = sorted(Path(os.__file__).parent.glob('*.py'))
-    texts = [f.read_text('utf-8', errors='replace') for f in files]
-    train = [text for i, text in enumerate(texts) if i % 10 < 9]
-    return ''.join(train), ''.join(texts[9::10])
+def read_text(c):
+    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
+    if c.data == 'builtin':
+        files = sorted(Path(os.__file__).parent.glob('*.py'))
+        texts = [f.read_text('utf-8', errors='replace') for f in files]
+        train = [text for i, text in enumerate(texts) if i % 10 < 9]
+        return ''.join(train), ''.join(texts[9::10])
+    if not Path(c.data).is_file():
+        fail(f'--data {c.data}: no such file; python prepare_data.py lists what there is')
+    text = Path(c.data).read_text('utf-8-sig', errors='replace')
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
 
 def get_tokenizer(name):
     """`bytes`, 256 tokens, no files, or `gpt2`, which tiktoken fetches once."""
@@ -474,14 +480,12 @@ def get_tokenizer(name):
 def load_data(c):
     """train, val (uint16 tokens), starts of validation windows, and in stage 2 --init's teacher."""
     folder, tokenizer = Path('data', c.data), c.tokenizer
-    if c.data == 'builtin':
-        encode = get_tokenizer(tokenizer).encode_ordinary
-        train, val = [np.array(encode(text), dtype=np.uint16) for text in builtin_text()]
-    elif folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
+    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         tokenizer = json.loads((folder / 'meta.json').read_text('utf-8'))['tokenizer']
         train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
     else:
-        fail(f'--data {c.data}: no folder {folder}; python prepare_data.py lists what there is')
+        encode = get_tokenizer(tokenizer).encode_ordinary
+        train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
     V = dict(bytes=256, gpt2=50257)[tokenizer]
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
@@ -1175,7 +1179,8 @@ def with_teacher(c):
     gpt2 = 'data/weights/gpt2/model.safetensors'
     if os.path.exists(gpt2) and load_data(t).tokenizer == 'gpt2':
         return replace(c, init=gpt2)
-    mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER]).encode())
+    size = os.path.getsize(c.data) if os.path.isfile(c.data) else 0
+    mark = zlib.crc32(repr([getattr(c, name) for name in TEACHER] + [size]).encode())
     folder = Path(c.out_dir, SCRIPT, f'teacher-s{c.seed}-{mark:08x}')
     print('stage 1 of 2: the teacher')
     for step, model, log in train(t, folder):

@@ -62,7 +62,7 @@ SMALL_GPT = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 SMALL_VIT = dict(image_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2, head_size=6,
                  mlp_dim=10)
 SMALL_DETR = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
-                  num_queries=5, image_size=32)
+                  num_queries=5, stride=16, image_size=32)
 SMALL = {  # settings of a run that takes a second
     gpt: dict(SMALL_GPT, eval_rows=8, new_tokens=4),
     vit: SMALL_VIT,
@@ -80,8 +80,7 @@ def tiny(script, path, *more):
         flags += ['--data', vit_data(path / 'data')]
     if script in (gpt, mask):
         (path / 'text.txt').write_text(TEXT)
-        done(prepare_data, 'text', path / 'text.txt', '--tokenizer', 'bytes', '--data-dir', path)
-        flags += ['--data', path / 'text']
+        flags += ['--data', path / 'text.txt']
     return [str(word) for word in (*flags, *more)]
 
 def run(script, *argv):
@@ -320,7 +319,7 @@ def test_gpt_recipes():
     """The papers' presets: sizes, rates, counts of parameters."""
     owt, bf = [gpt.Config(**gpt.PRESETS[name]) for name in ('owt-124m', 'belief-124m')]
     for c in (owt, bf):
-        has(c, n_layer=12, n_head=12, n_embd=768, block_size=1024, beta2=0.95,
+        has(c, n_layer=12, n_head=12, n_embd=768, block_size=1024, beta1=0.9, beta2=0.95,
             weight_decay=0.1, data='openwebtext', bias=False, dropout=0)
     has(owt, attention='attentionx', arch='gpt2', fp8_weights=False, max_iters=600_000,
         units_per_step=491_520, grad_clip=1, learning_rate=6e-4, schedule='cosine',
@@ -372,14 +371,15 @@ def test_gpt_sampling():
     net, idx = gpt_model(), torch.zeros(9999, 1, dtype=torch.long)
     torch.manual_seed(0)
     logits = net(idx[:1])[0][0, 0].detach()
-    drawn = net.generate(idx, 1, temperature=2.0)[:, 1].bincount(minlength=40)
-    close(drawn / 9999, F.softmax(logits / 2, dim=0), 0.006)
+    drawn = net.generate(idx, 1, temperature=2.0, top_k=3)[:, 1].bincount(minlength=40)
+    best = logits.topk(3).indices
+    close(drawn[best] / 9999, F.softmax(logits[best] / 2, dim=0), 0.02)
 
 def test_gpt_mask_data(tmp_path):
     text = 'naïve\n λ\t"\\x00"' * 2
+    (tmp_path / 'a.txt').write_text(text * 10, 'utf-8')
     for script, c in ((gpt, gpt.Config(block_size=16)), (mask, mask_config(stage='teacher'))):
-        with patch.object(script, 'builtin_text', lambda: (text * 9, text)):
-            data = script.load_data(c)
+        data = script.load_data(dataclasses.replace(c, data=str(tmp_path / 'a.txt')))
         assert bytes(data.train.tolist()) == (text * 9).encode()
         assert bytes(data.val.tolist()) == text.encode()
         assert script is mask or data.val_bytes == len(data.val)
@@ -394,7 +394,7 @@ def test_gpt_mask_data(tmp_path):
         refuse(gpt, words[:1], *tiny(gpt, tmp_path, '--data', tmp_path, *words))
     # every tenth file of Python's own is to validate on
     files = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))
-    train, val = gpt.builtin_text()
+    train, val = gpt.read_text(gpt.Config())
     ninth = files[9].read_text('utf-8')
     assert ninth in val and ninth not in train
 
@@ -761,7 +761,7 @@ OPTIONS = [dict(ridge=ridge, positive=positive)
            for ridge in (0.0, 1.0) for positive in (False, True)]
 
 def detr_config(**settings):
-    return detr.Config(**{**SMALL_DETR, 'classes': [''] * 3, **detr.OA, **settings})
+    return detr.Config(**{**SMALL_DETR, 'num_classes': 3, **detr.OA, **settings})
 
 def tokens(*sizes, d=32, dtype=torch.float64):
     """Layer-normed tokens of two heads of d channels."""
@@ -951,7 +951,7 @@ def test_detr_printed_equations():
 def test_detr_golden():
     """With the same weights, outputs and loss of facebookresearch/detr, in float64."""
     c = detr.Config(backbone='resnet50', hidden_dim=32, nheads=4, dim_feedforward=48,
-                    num_queries=7, classes=[''] * 91, cross_attention='softmax')
+                    num_queries=7, num_classes=91, cross_attention='softmax')
     net = fill(detr.DETR(c).double().eval())
     x = np.random.RandomState(0).uniform(-1.7, 1.7, (2, 3, 96, 128))
     mask = torch.zeros(2, 96, 128, dtype=torch.bool)
@@ -973,10 +973,10 @@ def test_detr_parameter_counts():
     one = dict(self_attention='softmax', cross_attention='no-weights')
     both = dict(self_attention='admm', cross_attention='l2')
     for kinds, size in (softmax, 41302368), (one, 39723360), (both, 38144352):
-        c = detr.Config(**detr.DETR_R50, **kinds, classes=[''] * 91)
+        c = detr.Config(**detr.DETR_R50, **kinds, num_classes=91)
         with torch.device('meta'), patch.object(detr.DETR, 'init_parameter'):
             assert detr.count(detr.DETR(c)) == size
-    assert detr.DETR(detr_config()).encode(torch.zeros(1, 3, 64, 32))[3] == (8, 4)
+    assert detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3] == (16, 8)
     for kind, size in ('softmax', 341480), ('admm', 308200):  # of README's table
         c = detr.Config(cross_attention=kind)
         assert detr.count(detr.make_model(c, detr.load_data(c))) == size
@@ -1760,13 +1760,13 @@ def test_schedules():
 def test_training_by_hand(tmp_path):
     """Five steps of Adam: accumulation, clipping, decay, warmup and cosine."""
     flags = tiny(gpt, tmp_path, '--grad-accum-steps', 2, '--max-iters', 5, '--grad-clip', 0.5,
-                 '--bias', '--beta2', 0.8, '--weight-decay', 0.3)
+                 '--bias', '--beta1', 0.8, '--beta2', 0.9, '--weight-decay', 0.3)
     log = done(gpt, *flags)['log']
     with QUIET:
         _, c = gpt.parse(flags)
         data = gpt.load_data(c)
     model = gpt.make_model(c, data)
-    adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.8))
+    adam = torch.optim.Adam(model.parameters(), betas=(0.8, 0.9))
     cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * i / 3)) / 2 for i in range(3)]
     for step, factor in enumerate([1 / 3, 2 / 3, *cosine]):
         lr = adam.param_groups[0]['lr'] = c.learning_rate * factor
@@ -1785,7 +1785,7 @@ def test_training_by_hand(tmp_path):
 
 def test_dropout_differs_from_step_to_step(tmp_path):
     flags = tiny(gpt, tmp_path, '--dropout', 0.5, '--learning-rate', 1e-30)
-    np.zeros(2000, np.uint16).tofile(tmp_path / 'text' / 'train.bin')  # every batch is the same
+    (tmp_path / 'text.txt').write_text('a' * 2000)  # every batch is the same
     losses = [row['loss'] for row in done(gpt, *flags)['log'][1:]]
     assert len(set(losses)) == len(losses) == 6
 
