@@ -40,7 +40,7 @@ those without (its values), since using the same for both nearly gives back the 
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and state-dict keys are facebookresearch/detr's.
 
-Lines 1-858 are the paper: method, configuration, model, losses, data, training. What follows is
+Lines 1-860 are the paper: method, configuration, model, losses, data, training. What follows is
 tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
 """
 import argparse
@@ -317,6 +317,8 @@ class Config:
             fail(f'--hidden-dim {self.hidden_dim}: needs a multiple of 4 and of --nheads')
         if not (0 < self.sparsity <= 1 and self.rho > 0 and self.ridge >= 0 and 0 < self.relax < 2):
             fail('wanted: 0 < --sparsity <= 1, --rho > 0, --ridge >= 0, 0 < --relax < 2')
+        if 'printed' in self.variant and self.iterations > 20:
+            fail('--iterations: printed formulas double their state in each; 20 at most')
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
 

@@ -1,11 +1,11 @@
 """Every test of the repository, on CPU and, where there is one, on a GPU.
 
-    python test_all.py                 # all of them, two or three minutes
+    python test_all.py                 # all of them, two minutes
     python test_all.py belief resume   # those with one of these words in their name
-    python test_all.py --soak          # only kills and full disks, ten minutes
-    pytest test_all.py                 # the same tests, if you have pytest
+    python test_all.py --soak          # kills and full disks, ten minutes
+    pytest test_all.py                 # the same, if you have pytest
 
-No network, no files but this repository's, nothing written outside temporary folders.
+No network; nothing is written outside temporary folders.
 """
 import contextlib
 import copy
@@ -1227,7 +1227,8 @@ def test_detr_mistakes():
             (['--cross-attention', 'admm-printed'], '--cross-attention', 'lasso'),
             (['--self-attention', 'admm'], '--self-attention', 'l2'),
             (['--power', '5'], '--power', 2), (['--sparsity'], '--sparsity', 0),
-            (['--hidden-dim 64'], '--nheads', 5)):
+            (['--hidden-dim 64'], '--nheads', 5),
+            (['--iterations'], '--cross-attention', 'admm-printed', '--iterations', 21)):
         refuse(detr, words, *argv)
 
 def test_detr_facts_of_the_paper():
@@ -1547,7 +1548,7 @@ def archive(kind, members):
 
 @contextlib.contextmanager
 def serving(body, cuts=0):
-    """A server whose first answers break off half-way -> its url, the Range headers that came."""
+    """A server whose first answers break off -> its url, the Range headers that came."""
     log = []
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -1714,7 +1715,7 @@ def test_streams_have_names():
     assert source(gpt).count('default_rng(') == 1  # a single stream needs no name
 
 def test_configs():
-    """Presets and rows of tables are valid, every field is a flag, and --help is Config itself."""
+    """Presets and rows of tables are valid, every field is a flag, and --help is Config."""
     for script in SCRIPTS:
         for settings in script.PRESETS.values():
             script.Config(**settings)
@@ -2053,7 +2054,7 @@ def test_cuda(tmp_path):
         assert end.code == 0 and 'goes on' in end.out, end.err
         assert all(math.isfinite(x) for x in end.result['log'][-1].values())
 
-# ------------------------------------ soak, only with --soak ------------------------------------
+# ------------------------------------ soak ------------------------------------
 def outcome(function, limit=2**40, seconds=None):
     """Of a fork of this process, killed after so many seconds -> exit code, standard error."""
     out, into = os.pipe()
