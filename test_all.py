@@ -1,4 +1,4 @@
-"""Every test of the repository, on CPU and, where there is one, on a GPU.
+"""Every test, on a CPU and, where there is one, on a GPU.
 
     python test_all.py                 # all of them, two minutes
     python test_all.py belief resume   # those with one of these words in their name
