@@ -1423,6 +1423,7 @@ def test_mask_cache():
         whole, cache = model(out), [{} for _ in model.h]
         for t in range(21):  # every token by a pass over all before it
             close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-9)
+        close(model.generate(idx[:, :3], 18, temperature=1e-9)[0], out, 0)  # hardly any chance
     assert teacher.generate(idx[:, :3], 60)[0].shape == (2, 63)  # positions begun afresh
 
 def mask_figures(model, teacher, x, y):
