@@ -84,8 +84,8 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     first = int(zero_diag and q.size(2) == k.size(2))  # queries without any key
     if zero_diag:  # queries 1..T-1 against keys 0..T-2 are causal once more: no mask is needed
         q, k, v = q[:, :, first:], k[:, :, :-1], v[:, :, :-1]
-    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
-    return F.pad(mh, (0, 0, first, 0)).transpose(1, 2)
+    mh = F.scaled_dot_product_attention(q, k, v, None, dropout, causal).transpose(1, 2)
+    return F.pad(mh, (0, 0, 0, 0, 1, 0)) if first else mh
 
 def orthogonal(mh, v, dims):
     """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
