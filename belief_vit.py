@@ -292,7 +292,7 @@ class Attention(nn.Module):
         c = self.config
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
         if c.shifted:  # a learned scale; the kernel's own, 1 / sqrt(hs), is undone
-            q = q * self.temperature.exp() * c.head_size ** 0.5
+            q = q * (self.temperature.exp() * c.head_size ** 0.5)
         by_head = [t.transpose(1, 2) for t in (q, k, v)]  # (B, nh, T, hs)
         return q, k, v, multi_head(*by_head, c.zero_diag)
 
