@@ -37,7 +37,7 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
 The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
 (800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
-Lines 1-618 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-619 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -84,7 +84,8 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     first = int(zero_diag and q.size(2) == k.size(2))  # queries without any key
     if zero_diag:  # queries 1..T-1 against keys 0..T-2 are causal once more: no mask is needed
         q, k, v = q[:, :, first:], k[:, :, :-1], v[:, :, :-1]
-    mh = F.scaled_dot_product_attention(q, k, v, None, dropout, causal).transpose(1, 2)
+    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    mh = mh.transpose(1, 2)  # (B, Tq, nh, hs)
     return F.pad(mh, (0, 0, 0, 0, 1, 0)) if first else mh
 
 def orthogonal(mh, v, dims):
