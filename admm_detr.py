@@ -867,11 +867,9 @@ def count(model):
 
 def show(row):
     """The figures of a row of a log, as text."""
-    words = []
-    for name, x in row.items():
-        if name not in ('step', 'seconds', 'layer') and not math.isnan(x):
-            words.append(f'{name} {x:.1e}' if 0 < abs(x) < 1e-3 else f'{name} {x:.4f}')
-    return '  '.join(words)
+    hidden = ('step', 'seconds', 'layer')
+    return '  '.join(f'{name} {x:.5g}' for name, x in row.items()
+                     if name not in hidden and not math.isnan(x))
 
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
@@ -1111,37 +1109,27 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
-    device, dtype = pick_device(c)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    loops, batches, times = {}, {}, {}
-    for name, case in cases_of(c).items():
-        # the last step's: belief_vit's images may grow until then
-        batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings that leave nothing but the step itself to time
+    """Time training steps of all cases in turn, so that noise hits all alike."""
+    loops, times = {}, {}
+    for name, case in cases_of(c).items():  # settings that leave only the steps themselves
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
+        times[name] = []
     for _ in range(c.rounds + 2):  # two to warm up
         for name, loop in loops.items():
             begin = time.perf_counter()
-            _, model, _ = next(loop)
-            wait()
-            middle = time.perf_counter()
-            with autocast, torch.no_grad():
-                model.eval()(batches[name][0])
-            wait()
-            times.setdefault((name, 'training'), []).append(middle - begin)
-            times.setdefault((name, 'inference'), []).append(time.perf_counter() - middle)
+            next(loop)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - begin)
         if STOP:
             return print('stopped')
-    print('\nmedian time, and its ratio to the first case: median and quartiles')
-    for (name, what), own in times.items():
-        first = np.array(times[next(iter(loops)), what])
+    print('\nmedian time of a training step, and its ratio to the first case: median and quartiles')
+    first = np.array(next(iter(times.values())))
+    for name, own in times.items():
         low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{name:24}{what:10}{1000 * np.median(own[2:]):9.1f} ms'
-              f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
+        print(f'{name:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
     return times
 
 def parse(argv):
@@ -1396,42 +1384,33 @@ class CocoFolder:
         return len(self.images)
 
     def plan(self, row, rng=None):
-        """A row's plan; with a generator, after DETR's random flip, crop and size. For render: size
-        (width, height), window (x0 y0 x1 y1, fractions of the photo) and flip; labels and boxes
-        without crowds and what is cropped off."""
+        """A row's plan; with a generator, after DETR's random flip and size. For render: size (width,
+        height) and flip; labels and boxes without crowds and what has no area."""
         image = self.images[row]
-        whole = image['width'], image['height']
-        w, h = whole  # of what is cut out; only their ratio counts in the end
-        side, window, flip = self.image_size, np.array([0, 0, 1, 1]), False
+        w, h = image['width'], image['height']
+        side, flip = self.image_size, False
         if rng is not None:
+            # [deviation] DETR first crops every other photo
             flip = rng.random() < 0.5
             side = round(self.image_size * rng.integers(15, 26) / 25)  # 480, 512, ..., 800
-            if rng.random() < 0.5:
-                W, H = resized(w, h, rng.choice([400, 500, 600]))
-                w = rng.integers(min(384, W), min(600, W) + 1)
-                h = rng.integers(min(384, H), min(600, H) + 1)
-                x, y = rng.integers(W - w + 1), rng.integers(H - h + 1)
-                # [deviation] cut out of the photo itself, because resizing it twice blurs it
-                window = np.array([x / W, y / H, (x + w) / W, (y + h) / H])
         notes = self.annotations[image['id']]
         things = [note for note in notes if not note.get('iscrowd')]
         labels = np.array([note['category_id'] for note in things], dtype=np.int64)
         boxes = np.array([note['bbox'] for note in things], dtype=float).reshape(-1, 2, 2)
-        corner = np.stack([boxes[:, 0], boxes.sum(1)]) / whole  # (2, n, x y)
-        first, last = ((corner - window[:2]) / (window[2:] - window[:2])).clip(0, 1)
+        first, last = (np.stack([boxes[:, 0], boxes.sum(1)]) / (w, h)).clip(0, 1)  # (n, x y) each
         boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
         if flip:
             boxes[:, 0] = 1 - boxes[:, 0]
         kept = (last > first).all(1)
         return SimpleNamespace(
-            image_id=image['id'], original=whole[::-1], notes=notes, window=window, flip=flip,
+            image_id=image['id'], original=(h, w), notes=notes, flip=flip,
             path=self.photos / image['file_name'],
             size=resized(w, h, side, 5 * self.image_size // 3),  # DETR's 1333 for 800
             labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
 
     def render(self, plan):
         """A plan's photo, normalised (3, H, W)."""
-        x = to_tensor(read_photo(plan.path), plan.size, plan.window)
+        x = to_tensor(read_photo(plan.path), plan.size)
         return x.flip(2) if plan.flip else x
 
 def read_photo(path, upright=False):
@@ -1443,10 +1422,9 @@ def read_photo(path, upright=False):
     photo = Image.open(path)
     return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
 
-def to_tensor(image, size, window=(0, 0, 1, 1)):
-    """The window of Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
-    window = np.multiply(window, (*image.size, *image.size))
-    x = np.asarray(image.resize(size, 2, tuple(window)), np.float32)  # 2: bilinear
+def to_tensor(image, size):
+    """Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
+    x = np.asarray(image.resize(size, 2), np.float32)  # 2: bilinear
     return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
 
 def load_coco(folder, image_size):
@@ -1461,8 +1439,6 @@ def load_coco(folder, image_size):
     if len(names) == 1:
         val.images = train.images[::10]
         del train.images[::10]
-    if train.classes != val.classes:
-        fail(f'{folder}: the categories of its two annotation files differ')
     return train, val
 
 def load_weights(model, path):

@@ -37,7 +37,7 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
 The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
 (800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
-Lines 1-619 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-609 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -134,7 +134,6 @@ class Config:
     vocab_size: int = 0            # 0: as many as the data's tokenizer has
     bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
     dropout: float = 0.0
-    fp8_weights: bool = False      # round weights to float8 e5m2 (modded-nanogpt's `casted`)
     init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
@@ -208,11 +207,12 @@ PRESETS = {
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
-    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens
-    'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', fp8_weights=True,
-                        vocab_size=50257, batch_size=16, grad_accum_steps=32, max_iters=9536,
-                        learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
-                        warmdown_iters=2048, grad_clip=0.0, eval_interval=128, eval_rows=1280),
+    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens; [deviation]
+    # weights are not rounded to float8, which saves nothing on most GPUs
+    'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
+                        batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
+                        schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
+                        grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
 TABLES = {'all': {name: dict(attention=name) for name in ATTENTION}}  # `compare --table NAME`
 CHOICES = {
@@ -232,14 +232,6 @@ def rotate(x, past=0):
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
-class Float8Linear(nn.Linear):
-    """A linear layer whose weights, over their mean magnitude, are rounded to float8 e5m2."""
-    def forward(self, x):
-        w = self.weight.detach()
-        scale = w.abs().mean()
-        rounded = (w / scale).to(torch.float8_e5m2).to(w.dtype) * scale
-        return F.linear(x, self.weight + (rounded - w))  # straight-through gradient
-
 def make_norm(c):
     """LayerNorm or, in the rotary model, x / rms(x) over the channels, without parameters."""
     if c.arch == 'rotary':
@@ -251,14 +243,13 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
-        linear = Float8Linear if c.fp8_weights else nn.Linear
-        self.c_attn = linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
-        self.c_proj = linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
+        self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
         if c.attention == 'belief-star':
-            self.c_proj_s = linear(c.n_embd, c.n_embd, bias=False)  # W^s
+            self.c_proj_s = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W^s
 
     def heads(self, x, cache=None):
-        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs). A cache, {} at first, keeps k and v."""
+        """x (B, T, C) -> MH, V, both (B, T, nh, hs). A cache, {} at first, keeps k and v."""
         c = self.config
         q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)
         if c.arch == 'rotary':
@@ -270,11 +261,11 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             cache.update(k=keys, v=values)
         by_head = [t.transpose(1, 2) for t in (q, keys, values)]  # (B, nh, T, hs)
-        return q, k, v, multi_head(*by_head, c.zero_diag, c.dropout if self.training else 0.0)
+        return multi_head(*by_head, c.zero_diag, c.dropout if self.training else 0.0), v
 
     def forward(self, x, cache=None):
         """x (B, T, C) -> (B, T, C)."""
-        _, _, v, mh = self.heads(x, cache)
+        mh, v = self.heads(x, cache)
         update = ATTENTION[self.config.attention](mh, v, self.gamma)  # (B, T, nh, hs)
         if self.config.attention == 'belief-star':
             delta, delta_s = update
@@ -284,9 +275,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        linear = Float8Linear if c.fp8_weights else nn.Linear
-        self.c_fc = linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.c_proj = linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x)))
@@ -626,11 +616,9 @@ def count(model):
 
 def show(row):
     """The figures of a row of a log, as text."""
-    words = []
-    for name, x in row.items():
-        if name not in ('step', 'seconds', 'layer') and not math.isnan(x):
-            words.append(f'{name} {x:.1e}' if 0 < abs(x) < 1e-3 else f'{name} {x:.4f}')
-    return '  '.join(words)
+    hidden = ('step', 'seconds', 'layer')
+    return '  '.join(f'{name} {x:.5g}' for name, x in row.items()
+                     if name not in hidden and not math.isnan(x))
 
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
@@ -870,37 +858,27 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
-    device, dtype = pick_device(c)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    loops, batches, times = {}, {}, {}
-    for name, case in cases_of(c).items():
-        # the last step's: belief_vit's images may grow until then
-        batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings that leave nothing but the step itself to time
+    """Time training steps of all cases in turn, so that noise hits all alike."""
+    loops, times = {}, {}
+    for name, case in cases_of(c).items():  # settings that leave only the steps themselves
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
+        times[name] = []
     for _ in range(c.rounds + 2):  # two to warm up
         for name, loop in loops.items():
             begin = time.perf_counter()
-            _, model, _ = next(loop)
-            wait()
-            middle = time.perf_counter()
-            with autocast, torch.no_grad():
-                model.eval()(batches[name][0])
-            wait()
-            times.setdefault((name, 'training'), []).append(middle - begin)
-            times.setdefault((name, 'inference'), []).append(time.perf_counter() - middle)
+            next(loop)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - begin)
         if STOP:
             return print('stopped')
-    print('\nmedian time, and its ratio to the first case: median and quartiles')
-    for (name, what), own in times.items():
-        first = np.array(times[next(iter(loops)), what])
+    print('\nmedian time of a training step, and its ratio to the first case: median and quartiles')
+    first = np.array(next(iter(times.values())))
+    for name, own in times.items():
         low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{name:24}{what:10}{1000 * np.median(own[2:]):9.1f} ms'
-              f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
+        print(f'{name:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
     return times
 
 def parse(argv):
@@ -1000,24 +978,21 @@ def diagnose(model, idx):
     """What attention does with idx (B, T): for each layer a dict of means over the tokens.
 
     mh = ||MH||, update = ||Phi|| or ||Delta||, *_out the same after W^o, cos_* its cosine with the
-    layer's input X, alpha = <MH,V> / <V,V>, p_own a token's attention to itself, gamma.
+    layer's input X, alpha = <MH,V> / <V,V>, gamma.
     """
     rows = []
     x = model.embed(idx)  # (B, T, C)
     for block in model.transformer.h:
         attn = block.attn
-        q, k, v, mh = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
+        mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
         update = ATTENTION[model.config.attention](mh, v, attn.gamma)
         delta = update[0] if type(update) is tuple else update
         out, out_mh = attn(block.ln_1(x)), attn.c_proj(mh.flatten(2))  # (B, T, C)
-        scores = torch.einsum('bqnh,bknh->bnqk', q, k) / math.sqrt(q.size(-1))
-        weights = (scores + torch.full_like(scores, -math.inf).triu(1)).softmax(-1)
-        p_own = weights.diagonal(dim1=2, dim2=3) * (not model.config.zero_diag)  # (B, nh, T)
         figures = dict(
             mh=mh.flatten(2).norm(dim=-1), update=delta.flatten(2).norm(dim=-1),
             mh_out=out_mh.norm(dim=-1), update_out=out.norm(dim=-1),
             cos_mh=F.cosine_similarity(out_mh, x, -1), cos_update=F.cosine_similarity(out, x, -1),
-            alpha=(mh * v).sum((2, 3)) / (v * v).sum((2, 3)), p_own=p_own,
+            alpha=(mh * v).sum((2, 3)) / (v * v).sum((2, 3)),
             gamma=torch.as_tensor(attn.gamma).float())
         rows.append({name: value.mean().item() for name, value in figures.items()})
         x = block(x)

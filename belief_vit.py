@@ -35,10 +35,10 @@ The first gets 96.4 % of the test images right (another CPU: 95.5 %), a linear m
 steps, 154,030 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
 vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-local from
-efficient-vit-training, [deviation] without EMA, repeated augmentation, RandAugment of photos and
-unused parameters, but with position embeddings that stay in the optimiser.
+efficient-vit-training, [deviation] without EMA, repeated augmentation, random erasing, RandAugment
+of photos and unused parameters, but with position embeddings that stay in the optimiser.
 
-Lines 1-807 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-795 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -146,7 +146,7 @@ class Config:
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
     randaugment: str = 'none'      # none, paper or fixed: for small images, besides crop and flip
-    mix: bool = False              # mixup, cutmix and random erasing, as in DeiT
+    mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread over all classes
     first_size: int = 0            # side of the first images, in pixels; 0: image_size
     # training
@@ -560,18 +560,6 @@ def augment(x, chance, policy, size=None):
     x = np.pad(x, ((0, 0), (4, 4), (4, 4)))[:, top:top + H, left:left + W]
     return x[..., ::-1] if chance[2] < 0.5 else x
 
-def erase(images, rng):
-    """In a quarter of the images (B, 3, H, W) a box of 2 to 33 % of the area becomes noise."""
-    H, W = images.shape[2:]
-    for image in images:
-        if rng.random() < 0.25:
-            area, ratio = rng.uniform(0.02, 0.33) * H * W, 0.3 ** rng.uniform(-1, 1)
-            h, w = min(H, round((area * ratio) ** 0.5)), min(W, round((area / ratio) ** 0.5))
-            top, left = rng.integers(H - h + 1), rng.integers(W - w + 1)
-            noise = rng.standard_normal((3, h, w), np.float32)
-            image[:, top:top + h, left:left + w] = torch.from_numpy(noise)
-    return images
-
 def mix(images, rng):
     """Mixup or cutmix, equally likely, of images (B, 3, H, W) and the batch reversed -> images, and
     the share that each keeps of itself."""
@@ -645,7 +633,7 @@ def get_batch(data, c, step, micro, device):
     images, share = normalise(images, size, c, device), 1.0
     if c.mix:  # pairs images within a process: here the number of processes matters
         rng = stream('mix', c.seed, step, micro, RANK)
-        images, share = mix(erase(images, rng), rng)
+        images, share = mix(images, rng)
     return images, labels.to(device), share
 
 def loss_of(model, batch, c):
@@ -814,11 +802,9 @@ def count(model):
 
 def show(row):
     """The figures of a row of a log, as text."""
-    words = []
-    for name, x in row.items():
-        if name not in ('step', 'seconds', 'layer') and not math.isnan(x):
-            words.append(f'{name} {x:.1e}' if 0 < abs(x) < 1e-3 else f'{name} {x:.4f}')
-    return '  '.join(words)
+    hidden = ('step', 'seconds', 'layer')
+    return '  '.join(f'{name} {x:.5g}' for name, x in row.items()
+                     if name not in hidden and not math.isnan(x))
 
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
@@ -1058,37 +1044,27 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
-    device, dtype = pick_device(c)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    loops, batches, times = {}, {}, {}
-    for name, case in cases_of(c).items():
-        # the last step's: belief_vit's images may grow until then
-        batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings that leave nothing but the step itself to time
+    """Time training steps of all cases in turn, so that noise hits all alike."""
+    loops, times = {}, {}
+    for name, case in cases_of(c).items():  # settings that leave only the steps themselves
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
+        times[name] = []
     for _ in range(c.rounds + 2):  # two to warm up
         for name, loop in loops.items():
             begin = time.perf_counter()
-            _, model, _ = next(loop)
-            wait()
-            middle = time.perf_counter()
-            with autocast, torch.no_grad():
-                model.eval()(batches[name][0])
-            wait()
-            times.setdefault((name, 'training'), []).append(middle - begin)
-            times.setdefault((name, 'inference'), []).append(time.perf_counter() - middle)
+            next(loop)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - begin)
         if STOP:
             return print('stopped')
-    print('\nmedian time, and its ratio to the first case: median and quartiles')
-    for (name, what), own in times.items():
-        first = np.array(times[next(iter(loops)), what])
+    print('\nmedian time of a training step, and its ratio to the first case: median and quartiles')
+    first = np.array(next(iter(times.values())))
+    for name, own in times.items():
         low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{name:24}{what:10}{1000 * np.median(own[2:]):9.1f} ms'
-              f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
+        print(f'{name:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
     return times
 
 def parse(argv):
@@ -1307,12 +1283,12 @@ def diagnose(model, images):
         update = update[0] if type(update) is tuple else update
         v, mh, update = [t[:, 0].flatten(1) for t in (v, mh, update)]  # (B, nh hs)
         mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
-        norms = dict(mh=mh, update=update, mh_out=mh_out, update_out=update_out)
-        row = {name: t.norm(dim=1).mean().item() for name, t in norms.items()}
-        row['cos_mh'] = F.cosine_similarity(mh_out, x[:, 0]).mean().item()
-        row['cos_update'] = F.cosine_similarity(update_out, x[:, 0]).mean().item()
-        row['alpha'] = ((mh * v).sum(1) / (v * v).sum(1)).mean().item()
-        rows.append(row)
+        figures = dict(
+            mh=mh.norm(dim=1), update=update.norm(dim=1), mh_out=mh_out.norm(dim=1),
+            update_out=update_out.norm(dim=1), cos_mh=F.cosine_similarity(mh_out, x[:, 0]),
+            cos_update=F.cosine_similarity(update_out, x[:, 0]),
+            alpha=(mh * v).sum(1) / (v * v).sum(1))
+        rows.append({name: value.mean().item() for name, value in figures.items()})
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
             scores[..., 0] = -math.inf

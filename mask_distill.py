@@ -724,11 +724,9 @@ def count(model):
 
 def show(row):
     """The figures of a row of a log, as text."""
-    words = []
-    for name, x in row.items():
-        if name not in ('step', 'seconds', 'layer') and not math.isnan(x):
-            words.append(f'{name} {x:.1e}' if 0 < abs(x) < 1e-3 else f'{name} {x:.4f}')
-    return '  '.join(words)
+    hidden = ('step', 'seconds', 'layer')
+    return '  '.join(f'{name} {x:.5g}' for name, x in row.items()
+                     if name not in hidden and not math.isnan(x))
 
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
@@ -968,37 +966,27 @@ def tabulate(runs, seeds):
     return rows
 
 def bench(c):
-    """Time training steps and forward passes of all cases in turn, so noise hits all alike."""
-    device, dtype = pick_device(c)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    loops, batches, times = {}, {}, {}
-    for name, case in cases_of(c).items():
-        # the last step's: belief_vit's images may grow until then
-        batches[name] = get_batch(load_data(case), case, case.max_iters - 1, 0, device)
-        # settings that leave nothing but the step itself to time
+    """Time training steps of all cases in turn, so that noise hits all alike."""
+    loops, times = {}, {}
+    for name, case in cases_of(c).items():  # settings that leave only the steps themselves
         loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
                                     eval_interval=10**9, log_interval=10**9, warmup_iters=0))
         next(loops[name])
+        times[name] = []
     for _ in range(c.rounds + 2):  # two to warm up
         for name, loop in loops.items():
             begin = time.perf_counter()
-            _, model, _ = next(loop)
-            wait()
-            middle = time.perf_counter()
-            with autocast, torch.no_grad():
-                model.eval()(batches[name][0])
-            wait()
-            times.setdefault((name, 'training'), []).append(middle - begin)
-            times.setdefault((name, 'inference'), []).append(time.perf_counter() - middle)
+            next(loop)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - begin)
         if STOP:
             return print('stopped')
-    print('\nmedian time, and its ratio to the first case: median and quartiles')
-    for (name, what), own in times.items():
-        first = np.array(times[next(iter(loops)), what])
+    print('\nmedian time of a training step, and its ratio to the first case: median and quartiles')
+    first = np.array(next(iter(times.values())))
+    for name, own in times.items():
         low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{name:24}{what:10}{1000 * np.median(own[2:]):9.1f} ms'
-              f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
+        print(f'{name:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
     return times
 
 def parse(argv):
@@ -1134,8 +1122,7 @@ def look(model, x, y):
 
 def fidelity(model, teacher, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T); y = -1 is padding
-    and never counts. Besides the criteria: tv, the mean over rows of 1/2 sum_j |P - P'|, which does
-    not shrink with length as MSE does; ppl, student's perplexity / teacher's.  [MA Sec. 2.4]"""
+    and never counts.  [MA Sec. 2.4]"""
     sums = {}
     for x, y in batches:
         real = y >= 0  # (B, T)
@@ -1145,8 +1132,7 @@ def fidelity(model, teacher, batches):
         gaps = torch.stack([(a - b).float().transpose(1, 2)[real] for a, b in zip(P, Q)])
         figures = dict(  # gaps (layers, N, nh, T)
             tokens=len(target), pairs=(real.nonzero()[:, 1] + 1).sum(), squares=gaps.square().sum(),
-            tv=gaps.abs().sum() / 2, kl=(p.exp() * (p - q)).sum(), gradients=torch.stack([g, h]),
-            log_ppl=(p - q).gather(1, target[:, None]).sum(),
+            kl=(p.exp() * (p - q)).sum(), gradients=torch.stack([g, h]),
             teacher=(p.argmax(-1) == target).sum(), student=(q.argmax(-1) == target).sum())
         for name, value in figures.items():
             sums[name] = sums.get(name, 0) + value
@@ -1154,8 +1140,7 @@ def fidelity(model, teacher, batches):
     heads = len(gaps) * gaps.size(2)  # in all layers
     figures = dict(
         kl=(s.kl / s.tokens).clamp_min(0), accuracy=s.student / s.teacher.clamp_min(1),
-        mse=s.squares / s.pairs / heads, cosine=F.cosine_similarity(*s.gradients, dim=0),
-        tv=s.tv / s.tokens / heads, ppl=(s.log_ppl / s.tokens).exp())
+        mse=s.squares / s.pairs / heads, cosine=F.cosine_similarity(*s.gradients, dim=0))
     figures = {name: value.item() for name, value in figures.items()}
     figures['passed'] = sum(passes(name, figures[name]) for name in CRITERIA)
     figures['kept'] = kept_pairs(model.alphas(), model.config.masks, x.size(1))

@@ -304,10 +304,13 @@ def test_gpt_golden():
     """nanoGPT and modded-nanogpt's `casted`, with weights that follow from their names, gave
     these: loss, norm of the gradient."""
     nano = dict(bias=True), 4.4611826, 7.790621
-    casted = dict(arch='rotary', fp8_weights=True), 4.6812654, 6.873915
+    casted = dict(arch='rotary'), 4.6812654, 6.873915
     for settings, want_loss, want_norm in (nano, casted):
         net = fill(gpt_model(attention='softmax', n_head=3, n_embd=24, block_size=24,
                              vocab_size=61, **settings))
+        if settings == casted[0]:  # it rounds these weights, over their mean magnitude
+            for p in net.transformer.h.parameters():
+                p.data = (p / p.abs().mean()).to(torch.float8_e5m2).to(p) * p.abs().mean()
         idx = gpt_ids(2, 24, 61)
         _, loss = net(idx, idx.roll(-1, 1))
         loss.backward()
@@ -321,12 +324,11 @@ def test_gpt_recipes():
     for c in (owt, bf):
         has(c, n_layer=12, n_head=12, n_embd=768, block_size=1024, beta1=0.9, beta2=0.95,
             weight_decay=0.1, data='openwebtext', bias=False, dropout=0)
-    has(owt, attention='attentionx', arch='gpt2', fp8_weights=False, max_iters=600_000,
-        units_per_step=491_520, grad_clip=1, learning_rate=6e-4, schedule='cosine',
-        warmup_iters=2000)
-    has(bf, attention='belief', arch='rotary', fp8_weights=True, max_iters=9536,
-        units_per_step=524_288, grad_clip=0, learning_rate=1.8e-3, schedule='trapezoid',
-        warmup_iters=256, warmdown_iters=2048)
+    has(owt, attention='attentionx', arch='gpt2', max_iters=600_000, units_per_step=491_520,
+        grad_clip=1, learning_rate=6e-4, schedule='cosine', warmup_iters=2000)
+    has(bf, attention='belief', arch='rotary', max_iters=9536, units_per_step=524_288,
+        grad_clip=0, learning_rate=1.8e-3, schedule='trapezoid', warmup_iters=256,
+        warmdown_iters=2048)
     star = dataclasses.replace(bf, attention='belief-star')
     with torch.device('meta'):
         sizes = [gpt.count(gpt.GPT(c)) for c in (owt, bf, star)]
@@ -448,14 +450,14 @@ def test_gpt_diagnose():
     net, idx = gpt_model(attention='belief-star'), gpt_ids(2, 9)
     block = net.transformer.h[1]
     x = net.transformer.h[0](net.transformer.wte(idx) + net.transformer.wpe.weight[:9])
-    q, k, v, _ = [t.transpose(1, 2) for t in block.attn.heads(block.ln_1(x))]
+    qkv = block.attn.c_attn(block.ln_1(x))
+    q, k, v = qkv.unflatten(2, (3, net.config.n_head, -1)).permute(2, 0, 3, 1, 4)
     delta, delta_s = gpt_slow('belief-star', q, k, v, 1, False).flatten(3)
     out = block.attn.c_proj(delta) + block.attn.c_proj_s(delta_s)
     close(block.attn(block.ln_1(x)), out, 1e-12)
     got = gpt.diagnose(net, idx)[1]
     close(got['update'], delta.norm(dim=-1).mean(), 1e-6)
     close(got['cos_update'], F.cosine_similarity(out, x, -1).mean(), 1e-6)
-    close(got['p_own'], gpt_weights(q, k).diagonal(dim1=2, dim2=3).mean(), 1e-6)
 
 # ------------------------------------ belief_vit.py ------------------------------------
 def vit_model(**settings):
@@ -710,13 +712,6 @@ def test_augment_mix():
     one_hot = torch.eye(10).double()
     soft = 0.7 * (0.8 * one_hot + 0.2 * one_hot.flip(0)) + 0.3 / 10
     close(loss, F.cross_entropy(logits, soft), 1e-6)
-
-def test_augment_erase():
-    """In a quarter of the images noise covers 2 to 33 % of the area."""
-    x = vit.erase(torch.full((800, 3, 24, 32), 9.0), np.random.default_rng(0))
-    area = (x[:, 0] != 9).float().mean((1, 2))
-    area = area[area > 0]
-    assert 150 < len(area) < 250 and area.min() < 0.05 and 0.25 < area.max() < 0.36
 
 @wants('PIL')
 def test_vit_inspect(tmp_path):
@@ -1147,23 +1142,15 @@ def test_detr_annotations(tmp_path):
     refuse(detr, ['train2017/'], *tiny(detr, tmp_path, '--data', tmp_path / 'annotations'))
 
 def test_detr_transforms(tmp_path):
-    """What DETR's flip, crop and size do to a box, worked out from the photo's shares."""
+    """What DETR's flip and size do to a box, worked out from the photo's shares."""
     data, _ = detr.load_coco(coco_folder(tmp_path), 800)
     data.images = [dict(id=8, file_name='b.png', width=640, height=480)]
     data.annotations = {8: [dict(category_id=4, bbox=[96, 48, 320, 240])]}
     plans = [data.plan(0, np.random.default_rng([1, i])) for i in range(400)]
-    whole = [p for p in plans if tuple(p.window) == (0, 0, 1, 1)]
-    assert 160 < len(whole) < 240 and 160 < sum(p.flip for p in plans) < 240
-    assert {p.size for p in whole} == {(int(s * 640 / 480), s) for s in range(480, 801, 32)}
+    assert 160 < sum(p.flip for p in plans) < 240
+    assert {p.size for p in plans} == {(int(s * 640 / 480), s) for s in range(480, 801, 32)}
     for p in plans:
-        x0, y0, x1, y1 = p.window
-        w, h = x1 - x0, y1 - y0
-        left, right = max(0.15, x0), min(0.65, x1)
-        top, bottom = max(0.1, y0), min(0.6, y1)
-        x, y = ((left + right) / 2 - x0) / w, ((top + bottom) / 2 - y0) / h
-        if p.flip:
-            x = 1 - x
-        close(p.boxes[0], [x, y, (right - left) / w, (bottom - top) / h], 1e-6)
+        close(p.boxes[0], [0.6 if p.flip else 0.4, 0.35, 0.5, 0.5], 1e-6)
     assert detr.resized(2000, 500, 800, 1333) == (1332, 333)
 
 def test_detr_collate():
@@ -1175,7 +1162,7 @@ def test_detr_collate():
 
 @wants('PIL')
 def test_detr_photos(tmp_path):
-    """What is read is what was drawn, cut and flipped; then a run on photos finds things there."""
+    """What is read is what was drawn, and flipped; then a run on photos finds things there."""
     from PIL import Image
     train, _ = detr.load_coco(coco_folder(tmp_path), 30)
     for name, (w, h) in ('a.png', (30, 60)), ('b.png', (40, 30)):
@@ -1184,10 +1171,9 @@ def test_detr_photos(tmp_path):
         for split in ('train2017', 'val2017'):
             Image.fromarray(drawn).save(tmp_path / split / name)
     plan = train.plan(1)
-    plan.flip = True
-    plan.window, plan.size = np.array([0.25, 0.2, 0.75, 0.8]), (20, 18)
+    plan.flip, plan.size = True, (40, 30)
     got = train.render(plan).numpy() * detr.STD + detr.MEAN
-    want = drawn[6:24, 10:30].transpose(2, 0, 1)[:, :, ::-1]
+    want = drawn.transpose(2, 0, 1)[:, :, ::-1]
     close((got * 255).round(), want.astype(np.float32), 0)
     done(detr, *tiny(detr, tmp_path, '--data', tmp_path, '--random-tokens', 4))
     photo = tmp_path / 'val2017' / 'b.png'
@@ -2023,7 +2009,7 @@ def test_compare_and_bench(tmp_path):
         if importlib.util.find_spec('matplotlib'):
             assert list(tmp_path.glob(f'out/{script.SCRIPT}/compare-*/compare.png'))
         times = done(script, 'bench', *flags, '--rounds', 2)
-        assert len(times) == 4
+        assert len(times) == 2
         assert all(len(own) == 4 and min(own) > 0 for own in times.values())
 
 def test_data_of_a_preset():
