@@ -207,8 +207,8 @@ PRESETS = {
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
-    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens; [deviation]
-    # weights are not rounded to float8, which saves nothing on most GPUs
+    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens
+    # [deviation] `casted` computes with weights rounded to float8
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
