@@ -1390,7 +1390,7 @@ class CocoFolder:
         w, h = image['width'], image['height']
         side, flip = self.image_size, False
         if rng is not None:
-            # [deviation] DETR first crops every other photo
+            # [deviation] DETR first crops every other photo: left out, to stay short
             flip = rng.random() < 0.5
             side = round(self.image_size * rng.integers(15, 26) / 25)  # 480, 512, ..., 800
         notes = self.annotations[image['id']]
