@@ -32,7 +32,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
 
 The first ends at AP 0.720, AP50 0.948 on 200 drawings (on another CPU 0.674, 0.925); the means over
-eight other seeds are 0.644 and 0.894, for the second 0.677 and 0.919 (2000 steps, one CPU thread).
+16 other seeds are 0.651 and 0.900, for the second 0.681 and 0.918 (2000 steps, one CPU thread).
 The default solves (2) made easier: [choice] ridge term, x >= 0, centred tokens. OA's hardly learns.
 
 What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
@@ -868,7 +868,7 @@ def count(model):
 def show(row):
     """The figures of a row of a log, as text."""
     hidden = ('step', 'seconds', 'layer')
-    return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
+    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
                      if name not in hidden and not math.isnan(x))
 
 def pick_device(c):
@@ -1384,8 +1384,8 @@ class CocoFolder:
         return len(self.images)
 
     def plan(self, row, rng=None):
-        """A row's plan; with a generator, after DETR's random flip and size. For render: size (width,
-        height) and flip; labels and boxes without crowds and what has no area."""
+        """A row's plan; with a generator, after DETR's random flip and size. For render: size
+        (width, height) and flip; labels and boxes without crowds and what has no area."""
         image = self.images[row]
         w, h = image['width'], image['height']
         side, flip = self.image_size, False

@@ -617,7 +617,7 @@ def count(model):
 def show(row):
     """The figures of a row of a log, as text."""
     hidden = ('step', 'seconds', 'layer')
-    return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
+    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
                      if name not in hidden and not math.isnan(x))
 
 def pick_device(c):
