@@ -874,7 +874,7 @@ def bench(c):
             times[name].append(time.perf_counter() - begin)
         if STOP:
             return print('stopped')
-    print('\nmedian time of a training step, and its ratio to the first case: median and quartiles')
+    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
     first = np.array(next(iter(times.values())))
     for name, own in times.items():
         low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
