@@ -37,7 +37,7 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
 The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
 (800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
-Lines 1-609 are the paper: method, configuration, model, data, training. What follows is tools.
+Lines 1-603 are the paper: method, configuration, model, data, training. What follows is tools.
 """
 import argparse
 import ast
@@ -168,7 +168,6 @@ class Config:
     prompt: str = '\ndef '         # sample: a text to continue
     new_tokens: int = 300          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
-    top_k: int = 0                 # sample: choose among the k likeliest; 0: among all
     over: list = ()                # compare, bench: FIELD=A,B; may be repeated
     table: str = ''                # compare, bench: a name in TABLES; default: the first
     seeds: str = '0,1,2'           # compare: a run per case and seed
@@ -361,7 +360,7 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0):
         """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token. Past
         block_size the window slides, all positions shift, and nothing cached holds any longer."""
         new, cache = idx, [{} for _ in self.transformer.h]
@@ -369,9 +368,6 @@ class GPT(nn.Module):
             if idx.size(1) > self.config.block_size:
                 new, cache = idx[:, -self.config.block_size:], None
             logits = self(new, cache=cache)[0][:, -1].float()  # (B, V)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-                logits[logits < kth] = -math.inf
             new = logits.argmax(-1, keepdim=True)  # (B, 1)
             if temperature:
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
@@ -413,8 +409,6 @@ def load_data(c):
         encode = get_tokenizer(tokenizer).encode_ordinary
         train, val = [np.array(encode(text), dtype=np.uint16) for text in texts]
     vocab_size = dict(bytes=256, gpt2=50257)[tokenizer]
-    if 0 < c.vocab_size < vocab_size:
-        fail(f'--vocab-size {c.vocab_size}: {tokenizer} has {vocab_size} tokens')
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
     about = f'{c.data}, {len(train):,} tokens ({tokenizer})'
@@ -964,11 +958,9 @@ def complete(c, model):
     """Print --prompt and the model's continuation of it."""
     encoding = get_tokenizer(model.config.tokenizer)
     prompt = encoding.encode_ordinary(c.prompt)
-    if not prompt:
-        fail('--prompt: nothing to continue')
     torch.manual_seed(c.seed)
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
-    tokens = model.eval().generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
+    tokens = model.eval().generate(idx, c.new_tokens, c.temperature)[0].tolist()
     text = encoding.decode([t for t in tokens if t < encoding.n_vocab])
     print(f'sample of what it writes after {c.prompt!r}:\n{text}')
     return text

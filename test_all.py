@@ -373,9 +373,8 @@ def test_gpt_sampling():
     net, idx = gpt_model(), torch.zeros(9999, 1, dtype=torch.long)
     torch.manual_seed(0)
     logits = net(idx[:1])[0][0, 0].detach()
-    drawn = net.generate(idx, 1, temperature=2.0, top_k=3)[:, 1].bincount(minlength=40)
-    best = logits.topk(3).indices
-    close(drawn[best] / 9999, F.softmax(logits[best] / 2, dim=0), 0.02)
+    drawn = net.generate(idx, 1, temperature=2.0)[:, 1].bincount(minlength=40)
+    close(drawn / 9999, F.softmax(logits / 2, dim=0), 0.01)
 
 def test_gpt_mask_data(tmp_path):
     text = 'naïve\n λ\t"\\x00"' * 2
@@ -392,7 +391,7 @@ def test_gpt_mask_data(tmp_path):
     own = mask.load_data(mask_config(data=str(tmp_path), stage='teacher'))
     assert len(data.train) == len(own.train) == 50 and len(data.val) == len(own.val) == 40
     assert data.vocab_size == own.vocab_size == 50257 and data.val_bytes == 200
-    for words in (['--block-size', 40], ['--vocab-size', 256], ['--n-embd', 18]):
+    for words in (['--block-size', 40], ['--n-embd', 18]):
         refuse(gpt, words[:1], *tiny(gpt, tmp_path, '--data', tmp_path, *words))
     # every tenth file of Python's own is to validate on
     files = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))
