@@ -198,7 +198,7 @@ def gpt_slow(name, q, k, v, gamma, zero_diag, script=gpt):
         'value-skip': [MH + V]}[name])
 
 def test_gpt_vit_formulas():
-    """Also where V is 0, and where ||V||^2 overflows float16."""
+    """Also where V is 0 or small, and where ||V||^2 overflows float16."""
     for name, zero_diag, script in itertools.product(gpt.ATTENTION, (False, True), (gpt, vit)):
         gamma = 0.3 if name == 'attentionx-v1' else 1.7
         def method(q, k, v):
@@ -209,6 +209,7 @@ def test_gpt_vit_formulas():
             q, k, v = qkv(2, 3, 5, 64, dtype=dtype)
             v = 30 * v
             v[:, :, 3] = 0
+            v[:, :, 4] *= 1e-3
             v.requires_grad_()
             got = method(q, k, v)
             got.sum().backward()
@@ -684,6 +685,8 @@ def test_vit_photos(tmp_path):
         want = noise.resize((size, size), Image.BICUBIC, box)
         got = vit.read_photo(tmp_path / 'noise.png', size, chance)
         assert (got == np.asarray(want)).all(), box
+    for flip, image in ((0.9, got), (0.1, got[..., ::-1])):
+        assert (vit.augment(str(tmp_path / 'noise.png'), [*chance, flip], 'none', 8) == image).all()
 
 @wants('PIL')
 def test_augment_golden():
@@ -825,8 +828,9 @@ def solver_gap(q, k, c):
     return gap.clamp_min(0).mean()
 
 def test_detr_iterations():
-    """The default ones are enough, and over-relaxation pays."""
+    """The default ones are enough, and over-relaxation pays. (2) has coefficients of any sign."""
     q, k = tokens(10, 100)
+    assert (detr.lasso(q, k) < 0).any()
     assert solver_gap(q, k, detr.Config()) < 1e-4
     gap = solver_gap(q, k, detr_config())
     plain = solver_gap(q, k, detr_config(relax=1.0))
@@ -851,6 +855,9 @@ def test_detr_attention_reference():
             x = detr.ATTENTION[name](q, k, hidden, own, c)
             close(x, want[..., :9], 1e-8)
             assert not x[..., 7:].any()
+    own = detr.DecoderLayer(detr_config(self_attention='admm')).self_attn
+    x, _ = own.coefficients(k, k, k)  # objects attend to the others
+    assert x.any() and not x.diagonal(dim1=2, dim2=3).any()
 
 def test_detr_gradcheck():
     """Every solver; the printed formulas where they are smooth, in one iteration."""
@@ -1409,6 +1416,7 @@ def test_mask_cache():
         whole, cache = model(out), [{} for _ in model.h]
         for t in range(21):  # every token by a pass over all before it
             close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-9)
+        assert torch.equal(whole[:, 2:-1].argmax(-1), out[:, 3:])
         close(model.generate(idx[:, :3], 18, temperature=1e-9)[0], out, 0)  # hardly any chance
     assert teacher.generate(idx[:, :3], 60)[0].shape == (2, 63)  # positions begun afresh
 
