@@ -828,7 +828,7 @@ def solver_gap(q, k, c):
     return gap.clamp_min(0).mean()
 
 def test_detr_iterations():
-    """The default ones are enough, and over-relaxation pays. (2) has coefficients of any sign."""
+    """The default ones are enough, and over-relaxation pays."""
     q, k = tokens(10, 100)
     assert (detr.lasso(q, k) < 0).any()
     assert solver_gap(q, k, detr.Config()) < 1e-4
@@ -856,11 +856,11 @@ def test_detr_attention_reference():
             close(x, want[..., :9], 1e-8)
             assert not x[..., 7:].any()
     own = detr.DecoderLayer(detr_config(self_attention='admm')).self_attn
-    x, _ = own.coefficients(k, k, k)  # objects attend to the others
+    x, _ = own.coefficients(k, k, k)  # never itself
     assert x.any() and not x.diagonal(dim1=2, dim2=3).any()
 
 def test_detr_gradcheck():
-    """Every solver; the printed formulas where they are smooth, in one iteration."""
+    """Every solver; the printed formulas where smooth, in one iteration."""
     q, k = [t.requires_grad_() for t in tokens(2, 4, d=3)]
     cases = [(name, {}) for name in detr.ATTENTION]
     cases.append(('admm', dict(OPTIONS[-1], centre=True, random_tokens=2, power=3)))
