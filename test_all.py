@@ -846,8 +846,8 @@ def test_detr_attention_reference():
             x = detr.ATTENTION[name](q, k, hidden, own, c)
             close(x, want[..., :9], 1e-8)
             assert not x[..., 7:].any()
-    own = detr.DecoderLayer(detr_config(self_attention='admm')).self_attn
-    x, _ = own.coefficients(k, k, k)  # never itself
+    attn = detr.DecoderLayer(detr_config(self_attention='admm')).self_attn
+    x, _ = attn.coefficients(k, k, k)  # not itself
     assert x.any() and not x.diagonal(dim1=2, dim2=3).any()
 
 def test_detr_gradcheck():
