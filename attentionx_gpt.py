@@ -48,6 +48,7 @@ import argparse
 import csv
 import difflib
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -597,6 +598,8 @@ def train(c, folder=None, data=None):
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "handed in")}\n'
           f'folder  {folder or "none: nothing is kept"}')
+    if c.warmup_iters >= c.max_iters > 0:
+        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
 
     # go on where a run stopped
     start, seconds, skipped, log = 0, 0.0, 0, []
@@ -835,6 +838,7 @@ def sources():
         values += globals().get(table, {}).values()
     for kind in [x for x in values if isinstance(x, type) and x is not Config]:
         values += vars(kind).values()
+    values = [inspect.unwrap(x) for x in values]  # of torch.no_grad, for one
     files = {x.__code__.co_filename for x in values if hasattr(x, '__code__')}
     return sorted({SOURCE, *(''.join(linecache.getlines(file)) for file in files)} - {''})
 
