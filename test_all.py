@@ -1771,6 +1771,41 @@ def test_pasted_into_a_notebook():
             exec(source(script), module.__dict__)
             assert module.Config().max_iters > 0
 
+@wants('nbclient')
+@wants('ipykernel')
+def test_notebook(tmp_path):
+    """README's Colab cell in a real kernel: pictures appear, a second run goes on, an interrupt
+    leaves the kernel alive, a loop over train draws live, a pasted script defines all."""
+    nbclient, nbformat = map(importlib.import_module, ('nbclient', 'nbformat'))
+    shutil.copytree(HERE, tmp_path / 'attention', ignore=shutil.ignore_patterns('.git', 'out', 'data'))
+    (tmp_path / 'text.txt').write_text(TEXT)
+    readme = (HERE / 'README.md').read_text('utf-8')
+    cell = re.search(r'    from google.colab.*?curves.png.\)\n', readme, re.S)[0]
+    cell = '\n'.join(line.strip() for line in cell.splitlines() if 'google.colab' not in line)
+    cell = re.sub('(?m)^!git clone.*$', '', cell).replace('/content/drive/MyDrive', str(tmp_path))
+    flags = [str(x) for x in tiny(gpt, tmp_path, *CPU)]
+    cell = cell.replace("'--gamma', '3'", f"'--gamma', '3', *{flags}")
+    interrupt = ('import threading, os, signal\n'
+                 'threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()\n'
+                 f"main([*{flags}, '--max-iters', '1000000'])")
+    live = ('%matplotlib inline\nimport matplotlib.pyplot as plt, attentionx_gpt as g\n'
+            'from IPython.display import display\n'
+            f'_, c = g.parse({flags})\n'
+            'for step, model, log in g.train(c):\n    if step % 3 == 0:\n'
+            "        plt.plot([row['val_loss'] for row in log]); display(plt.gcf())")
+    cells = [cell, cell.replace('%cd attention', ''), interrupt, 'print(1 + 1)', live,
+             source(gpt), f'_, c = parse({flags}); print(Config().n_layer, run_folder(c).name)']
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    nbclient.NotebookClient(book, timeout=120, allow_errors=True, kernel_name='python3',
+                            resources=dict(metadata=dict(path=str(tmp_path)))).execute()
+    outs = [json.dumps(cell.outputs) for cell in book.cells]
+    assert 'image/png' in outs[0] and 'step 6/6' in outs[0], outs[0][-2000:]
+    assert 'image/png' in outs[1] and 'is finished' in outs[1], outs[1][-2000:]
+    assert 'the same command goes on from step' in outs[2], outs[2][-2000:]
+    assert '2\\n' in outs[3], outs[3]
+    assert outs[4].count('image/png') >= 3, outs[4][-2000:]
+    assert '"error"' not in outs[5] + outs[6] and 'attentionx-s1337' in outs[6], outs[6]
+
 def test_a_variant_of_your_own(tmp_path):
     """README's example, put into the script, trains; so does the code to paste into a model."""
     readme = (HERE / 'README.md').read_text('utf-8')
