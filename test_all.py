@@ -155,7 +155,7 @@ def fill(net):
         else:
             w = 0.1 * w + key.endswith(('weight', 'running_var'))
         p.copy_(torch.as_tensor(w))
-    return net.to(DEVICE)
+    return net
 
 def checkpoint(path):
     """The only ckpt.pt below path."""
@@ -163,13 +163,13 @@ def checkpoint(path):
     return torch.load(found, weights_only=True)
 
 # ------------------------------------ attentionx_gpt.py ------------------------------------
-def gpt_model(**settings):
+def gpt_model(dtype=torch.float64, device=DEVICE, **settings):
     """A small GPT in double precision; its attention is far from uniform."""
-    net = gpt.GPT(gpt.Config(**{**SMALL_GPT, 'vocab_size': 40, **settings})).double().eval()
+    net = gpt.GPT(gpt.Config(**{**SMALL_GPT, 'vocab_size': 40, **settings})).to(dtype).eval()
     for name, p in net.named_parameters():
         if name.endswith('weight') and p.dim() > 1:
             p.data.mul_(6)
-    return net.to(DEVICE)
+    return net.to(device)
 
 def gpt_ids(B, T, V=40):
     return (torch.arange(B * T, device=DEVICE) * 7919 % V).view(B, T)
@@ -348,11 +348,11 @@ def test_gpt_golden():
     casted = dict(arch='rotary'), 4.6812654, 6.873915
     for settings, want_loss, want_norm in (nano, casted):
         net = fill(gpt_model(attention='softmax', n_head=3, n_embd=24, block_size=24,
-                             vocab_size=61, **settings))
+                             vocab_size=61, device='cpu', **settings))
         if settings == casted[0]:  # it rounds these weights, over their mean magnitude
             for p in net.transformer.h.parameters():
                 p.data = (p / p.abs().mean()).to(torch.float8_e5m2).to(p) * p.abs().mean()
-        idx = gpt_ids(2, 24, 61)
+        net, idx = net.to(DEVICE), gpt_ids(2, 24, 61)
         _, loss = net(idx, idx.roll(-1, 1))
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
@@ -474,7 +474,7 @@ def test_gpt_bigram():
 
 def test_gpt_init_and_actions(tmp_path):
     """A checkpoint of nanoGPT, to start from; what train and inspect say of it."""
-    net = gpt_model(vocab_size=256, attention='softmax', bias=True).float()
+    net = gpt_model(torch.float32, 'cpu', vocab_size=256, attention='softmax', bias=True)
     state = {'_orig_mod.' + key: p for key, p in net.state_dict().items()}
     state['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)  # its mask
     torch.save({'model': state, 'iter_num': 7}, tmp_path / 'nano.pt')
