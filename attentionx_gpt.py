@@ -21,11 +21,16 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
+    [AX2 Sec. 5]    the same with a gamma that each head learns          attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
     [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
+    [BF Eq. 11]     ||Delta|| <= ||MH|| (Fig. 3 has both, after W^o)     diagnose
+
+AttentionX's two versions are one: gamma V - MH is gamma (V - MH / gamma), so that the first at
+gamma and the revised one at 1 / gamma differ by a factor that W^o can absorb.
 
     python attentionx_gpt.py --gamma 3                    # train: two minutes on a CPU, no network
     python attentionx_gpt.py sample --prompt "def main("  # that run continues a text
@@ -37,17 +42,19 @@ nodes, V as x, softmax(QK^T) as edges and the MLP as f_i, a token's residual is 
 The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
 (800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
 
-Lines 1-603 are the paper: method, configuration, model, data, training. What follows is tools.
+What stands below the banner `tools` is the same in all four scripts: here a reader may stop.
 """
 import argparse
-import ast
 import csv
+import difflib
+import hashlib
 import io
+import itertools
 import json
 import linecache
 import math
 import os
-import signal
+import platform
 import sys
 import time
 import zlib
@@ -61,12 +68,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 SCRIPT = 'attentionx_gpt'
 RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
 WORLD = int(os.environ.get('WORLD_SIZE', 1))  # of how many
-STOP = []                                     # signals that came: finish the step, save, stop
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -100,6 +105,7 @@ ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projectio
     # (a variant may use only a token's own MH and V: cached sampling passes it no other V)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
+    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5] learns gamma
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
@@ -159,8 +165,8 @@ class Config:
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
-    log_interval: int = 50         # steps between lines of the log
-    max_minutes: float = 0.0       # save and stop a run after this long; 0: never
+    log_interval: int = 50         # steps between lines of progress
+    reuse: bool = False            # take finished runs of these settings, though code has changed
     fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
@@ -173,16 +179,21 @@ class Config:
     seeds: str = '0,1,2'           # compare: a run per case and seed
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
+    from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
     rounds: int = 20               # bench
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 fail(f'--{name} {getattr(self, name)}: choose from {", ".join(allowed)}')
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
         gamma = default_gamma(self)
-        fits = {'attentionx': gamma >= 1, 'attentionx-v1': 0 < gamma <= 1}
-        if not fits.get(self.attention, True):
-            fail(f'--gamma {gamma:g}: attentionx takes 1 or more, attentionx-v1 (0, 1]')
+        if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
+            fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
+        if self.attention == 'attentionx-v1' and not 0 < gamma <= 1:
+            fail(f'--gamma {gamma:g}: attentionx-v1 takes more than 0, up to 1')
         if self.n_embd % (2 * self.n_head):
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
         if self.batch_size % WORLD:
@@ -192,10 +203,6 @@ class Config:
     def variant(self):
         return self.attention + ('-zd' if self.zero_diag else '')
 
-    @property
-    def units_per_step(self):
-        return self.batch_size * self.grad_accum_steps * self.block_size
-
 GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='openwebtext',
                   beta2=0.95, threads=0)
 PRESETS = {
@@ -203,17 +210,35 @@ PRESETS = {
     't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2,
                max_iters=3000, learning_rate=1e-3, eval_interval=250, threads=0),
     # AX1 and AX2 name nanoGPT and "a small subset of openwebtext", no more: [choice] its recipe
+    # (a T4's memory: --batch-size 6 --grad-accum-steps 80)
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
     # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens
     # [deviation] `casted` computes with weights rounded to float8
+    # (a T4's memory: --batch-size 4 --grad-accum-steps 128)
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
                         grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
-TABLES = {'all': {name: dict(attention=name) for name in ATTENTION}}  # `compare --table NAME`
+TABLES = {  # rows for `compare --table NAME`
+    'all': {name: dict(attention=name) for name in ATTENTION},
+    'papers': {name: dict(attention=name)
+               for name in ('softmax', 'attentionx', 'belief', 'belief-star')},
+    'record': {
+        'softmax': dict(attention='softmax'),
+        'attentionx': dict(attention='attentionx'),
+        'attentionx-zd': dict(attention='attentionx', zero_diag=True),  # gamma 1  [AX2 Sec. 3.2]
+        'attentionx-learned': dict(attention='attentionx-learned'),
+        'belief': dict(attention='belief'),
+        'belief-head': dict(attention='belief-head'),
+        'belief-star': dict(attention='belief-star'),
+        'value-skip': dict(attention='value-skip'),
+    },
+}
+POSITIVE = ('n_layer', 'n_head', 'n_embd', 'block_size', 'batch_size', 'grad_accum_steps',
+            'eval_interval', 'eval_rows', 'log_interval', 'new_tokens', 'rounds')
 CHOICES = {
     'attention': ATTENTION, 'arch': ('gpt2', 'rotary'), 'tokenizer': ('bytes', 'gpt2'),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
@@ -242,13 +267,16 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
+        if c.attention == 'attentionx-learned':  # one per head; only weights decay
+            self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
         if c.attention == 'belief-star':
             self.c_proj_s = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W^s
 
     def heads(self, x, cache=None):
-        """x (B, T, C) -> MH, V, both (B, T, nh, hs). A cache, {} at first, keeps k and v."""
+        """x (B, T, C) -> MH, V, both (B, T, nh, hs). A cache, {} at first, keeps k and v.
+        (A variant that needs Q or K takes them from here.)"""
         c = self.config
         q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)
         if c.arch == 'rotary':
@@ -294,8 +322,6 @@ class Block(nn.Module):
         x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x), cache))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
-LOGITS = 2 ** 25  # held at once: 128 MB in float32
-
 class GPT(nn.Module):
     """nanoGPT's GPT-2 or, by config.arch, the rotary one, with the originals' state-dict keys."""
     def __init__(self, config):
@@ -335,29 +361,17 @@ class GPT(nn.Module):
             x = self.transformer.drop(x + self.transformer.wpe(position))
         return x
 
-    def chunk_loss(self, x, targets):
-        """Features (N, C), targets (N) -> the sum of their losses."""
-        return F.cross_entropy(self.lm_head(x), targets, ignore_index=-1, reduction='sum')
-
     def forward(self, idx, targets=None, cache=None):
         """idx, targets (B, T) -> logits (B, T, V), loss in nats per token, over targets >= 0.
-
-        Without targets: logits of the last position (B, 1, V), and None. More than LOGITS logits
-        would fill the memory: then None, and a loss in chunks that the backward pass recomputes.
-        """
+        Without targets: logits of the last position (B, 1, V), and None."""
         x = self.embed(idx, cache[0]['k'].size(1) if cache and cache[0] else 0)
         for i, block in enumerate(self.transformer.h):
             x = block(x, cache[i] if cache else None)
         x = self.transformer.ln_f(x)  # (B, T, C)
         if targets is None:
             return self.lm_head(x[:, [-1]]), None
-        if targets.numel() * self.config.vocab_size <= LOGITS:
-            logits = self.lm_head(x)
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-        total, rows = 0.0, LOGITS // self.config.vocab_size
-        for a, b in zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows)):
-            total = total + checkpoint(self.chunk_loss, a, b, use_reentrant=False)
-        return None, total / (targets != -1).sum()
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0):
@@ -387,20 +401,33 @@ def read_text(c):
     """Training and validation text: the latter is every tenth file, or the last tenth of one."""
     if c.data == 'builtin':
         files = sorted(Path(os.__file__).parent.glob('*.py'))
-        texts = [f.read_text('utf-8', errors='replace') for f in files]
+        texts = [path.read_text('utf-8', errors='replace') for path in files]
         train = [text for i, text in enumerate(texts) if i % 10 < 9]
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
-        fail(f'--data {c.data}: no such file; python prepare_data.py lists what there is')
-    text = Path(c.data).read_text('utf-8-sig', errors='replace')
+        fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
+             f'`python prepare_data.py {c.data}` makes one, or, without a name, lists what there is')
+    try:
+        text = Path(c.data).read_text('utf-8-sig')
+    except UnicodeDecodeError:
+        fail(f'--data {c.data} is no text in UTF-8')
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
+
+def data_files(c):
+    """The files that the data and the first weights come from: a change of theirs trains anew."""
+    folder = Path(os.__file__).parent if c.data == 'builtin' else Path('data', c.data)
+    return sorted(folder.glob('*.py' if c.data == 'builtin' else '*')) + [Path(c.data), Path(c.init)]
 
 def load_data(c):
     """c.data -> train and val (uint16 tokens), their tokenizer, val's bytes (None: unknown)."""
     folder = Path('data', c.data)
-    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
-        meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it; there, meta.json is no more
+        meta = dict(tokenizer='gpt2')
+        if (folder / 'meta.json').exists():
+            meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+        if not (folder / 'val.bin').exists():
+            fail(f'{folder} has no val.bin: prepare_data.py {c.data} did not finish')
         tokenizer, val_bytes = meta['tokenizer'], meta.get('bytes', {}).get('val')
         train, val = [np.memmap(folder / f, np.uint16, 'r') for f in ('train.bin', 'val.bin')]
     else:
@@ -419,13 +446,17 @@ def load_data(c):
 # What the loop below knows of GPTs: these names and functions.
 METRIC = 'val_loss'   # best.pt and `compare --best` go by this validation figure:
 BETTER = min          # lower is better
-RESULTS = [METRIC]    # what `compare` tabulates at the end
-UNIT = 'tokens'       # what c.units_per_step counts
+RESULTS = ['val_loss', 'mean_loss']    # what `compare` tabulates: differences of the first
+BASELINE = dict(attention='softmax')   # the case that `compare` and `bench` put first
+LABELS = {'loss': 'training loss (nats per token)', 'val_loss': 'validation loss (nats per token)',
+          'seconds': 'seconds of training steps', 'mh': 'mean length, before the output projection',
+          'mh_out': 'mean length, after the output projection', 'cos_mh': 'cosine with X'}
 
 def make_model(c, data):
     """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
     if data:
-        c = replace(c, vocab_size=c.vocab_size or data.vocab_size, tokenizer=data.tokenizer)
+        c = replace(c, vocab_size=c.vocab_size or data.vocab_size,
+                    tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     model = GPT(c)
     if c.init and data:
         load_weights(model, c.init)
@@ -437,7 +468,10 @@ def load_weights(model, path):
     saved = load_checkpoint(path, own=False)
     weights = {key.removeprefix('_orig_mod.'): p for key, p in saved.get('model', saved).items()
                if not key.endswith(('.attn.bias', '.inv_freq'))}
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
 def make_optimizer(model, c):
     """AdamW; weights of matrices and embeddings decay, and nothing else does."""
@@ -466,16 +500,47 @@ def get_batch(data, c, step, micro, device):
 def loss_of(model, batch, c):
     return model(*batch)[1]
 
+DIAGNOSED = ['mh', 'update', 'mh_out', 'update_out', 'cos_mh', 'cos_update', 'alpha', 'gamma']
+
+@torch.no_grad()
+def diagnose(model, idx):
+    """What attention does with idx (B, T): for each layer a dict of means over the tokens.
+
+    mh = ||MH||, update = ||Phi|| or ||Delta||, *_out: of the same after W^o, cos_* its cosine with
+    the layer's input X, alpha = <MH,V> / <V,V>, gamma. Delta is never longer than MH [BF Eq. 11].
+    """
+    rows = []
+    x = model.embed(idx)  # (B, T, C)
+    for block in model.transformer.h:
+        attn = block.attn
+        mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
+        update = ATTENTION[model.config.attention](mh, v, attn.gamma)
+        update = update[0] if type(update) is tuple else update  # of belief-star: Delta
+        mh, v, update = [t.flatten(2).float() for t in (mh, v, update)]  # (B, T, C)
+        mh_out, update_out = mh @ attn.c_proj.weight.T, update @ attn.c_proj.weight.T
+        figures = [mh.norm(dim=-1), update.norm(dim=-1),
+                   mh_out.float().norm(dim=-1), update_out.float().norm(dim=-1),
+                   F.cosine_similarity(mh_out, x, -1), F.cosine_similarity(update_out, x, -1),
+                   (mh * v).sum(-1) / (v * v).sum(-1), torch.as_tensor(attn.gamma)]
+        rows.append({name: x.float().mean().item() for name, x in zip(DIAGNOSED, figures)})
+        x = block(x)
+    return rows
+
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on the same windows every time, spread evenly over the validation text."""
+    """Loss on the same windows every time, spread evenly over the validation text; and, as 0.mh
+    for layer 0, what diagnose finds in eight windows."""
     last = len(data.val) - c.block_size - 1
     starts = np.unique(np.linspace(0, last, c.eval_rows).astype(np.int64))
     total = 0.0
     for i in range(0, len(starts), c.batch_size):
         x, y = windows(data.val, starts[i:i + c.batch_size], c, device)
         total += loss_of(model, (x, y), c).item() * len(x)
-    return dict(val_loss=total / len(starts))
+    figures = dict(val_loss=total / len(starts))
+    idx, _ = windows(data.val, np.linspace(0, last, 8).astype(np.int64), c, device)
+    for i, layer in enumerate(diagnose(model, idx)):
+        figures.update({f'{i}.{name}': x for name, x in layer.items()})
+    return figures
 
 def finish(model, data, c, device, folder):
     """What is measured once, when training is over: here nothing."""
@@ -494,455 +559,126 @@ def schedule(step, c):
         return min(1.0, left / max(1, c.warmdown_iters))
     return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def train(c, folder=None):
+def update(net, batches, c, optimizer, scaler, autocast):
+    """One optimiser step on the micro-batches together -> loss, norm of the gradients."""
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for batch in batches:
+        with autocast:
+            loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
+        scaler.scale(loss).backward()
+        total += loss.detach()
+    if WORLD > 1:  # sums over the processes
+        for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
+            dist.all_reduce(tensor)
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
+    scaler.step(optimizer)  # in float16: not where gradients overflowed
+    scaler.update()
+    return total.item(), norm.item()
+
+def train(c, folder=None, data=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each; log is a list of dicts of figures. A step
-    depends on weights, optimizer, seed and step number alone: folder keeps what it needs to go on.
+    It yields before the first step and after each, with the step's clipped gradients still there;
+    log is a list of dicts of figures. Batch and dropout of a step follow from seed and step number,
+    so a run that was stopped goes on from its last checkpoint, in folder, bit for bit.
     """
     device, dtype = pick_device(c)
-    data = load_data(c)
-    torch.manual_seed(c.seed)
+    mark = identity(c, data)
+    if data is None:
+        data = load_data(c)
+    torch.manual_seed(c.seed)  # for parameters of your own
     model = make_model(c, data).to(device)
     optimizer = make_optimizer(model, c)
-    rates = [group['lr'] for group in optimizer.param_groups]
+    peak_lrs = [group['lr'] for group in optimizer.param_groups]
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {data.about}\nfolder  {folder or "none: nothing is kept"}')
-    if c.warmup_iters >= c.max_iters > 0:
-        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
-    step, seconds, losses, log = 0, 0.0, [], []  # losses: those since the last row of the log
-    if folder and (folder / 'ckpt.pt').exists() and not c.fresh:
-        saved = load_checkpoint(folder / 'ckpt.pt')
+          f'data    {getattr(data, "about", "handed in")}\n'
+          f'folder  {folder or "none: nothing is kept"}')
+
+    # go on where a run stopped
+    start, seconds, skipped, log = 0, 0.0, 0, []
+    if folder and Path(folder, 'ckpt.pt').exists() and not c.fresh:
+        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
+        if saved['identity'] != mark and not c.reuse:
+            fail(f'{folder} holds a run of other settings, code or data: name another folder')
         model.load_state_dict(saved['model'])
         optimizer.load_state_dict(saved['optimizer'])
-        if saved['scaler']:  # float16's
-            scaler.load_state_dict(saved['scaler'])
-        step, seconds, losses, log = saved['progress']
-        state = 'is finished' if step >= c.max_iters else f'goes on from step {step}'
+        scaler.load_state_dict(saved['scaler'])
+        start, seconds, skipped, log = saved['progress']
+        state = 'is finished' if start == c.max_iters else f'goes on from step {start}'
         print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
-    net = torch.compile(model) if c.compile else model
-    began = kept = time.time()
-    halt = False
+    if folder and RANK == 0 and start < c.max_iters:
+        write_origin(c, folder, model)
 
     def keep(name):
         if folder and RANK == 0:
-            save_checkpoint(folder / name, dict(
+            save_checkpoint(Path(folder, name), dict(
                 model=model.state_dict(), optimizer=optimizer.state_dict(),
-                scaler=scaler.state_dict(), config=asdict(model.config),
-                progress=(step, seconds, losses, log)))
-            write_csv(folder / 'log.csv', log)
+                scaler=scaler.state_dict(), config=asdict(model.config), identity=mark,
+                progress=(step, seconds, skipped, log)))
+            write_csv(Path(folder, 'log.csv'), log)
 
-    while True:
-        # log and evaluate before a step, and once more after the last one
-        done = step >= c.max_iters
-        due = done or step % c.eval_interval == 0
-        new = not log or log[-1]['step'] < step
-        if new and (due or step % c.log_interval == 0):
-            row, line = dict(step=step, seconds=seconds), f'step {step}/{c.max_iters}'
+    net = torch.compile(model) if c.compile else model
+    losses = []  # since the last evaluation
+    for step in range(start, c.max_iters + 1):
+        last_step = step == c.max_iters
+
+        # evaluate before the first step, every eval_interval steps, and after the last one
+        if (last_step or step % c.eval_interval == 0) and (not log or log[-1]['step'] < step):
+            row = dict(step=step, seconds=seconds)
             if losses:
-                pace = (seconds - log[-1]['seconds']) / len(losses)
                 row['loss'] = sum(losses) / len(losses)
-                line += (f', {c.units_per_step / pace:,.0f} {UNIT}/s'
-                         f', {(c.max_iters - step) * pace / 60:.1f} min left')
-            if due:
-                with autocast:
-                    row.update(evaluate(model.eval(), data, c, device))
-            log.append(row)
-            losses = []
-            if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
-                keep('best.pt')
-            if done:  # outside autocast, whose cached casts would miss a change of weights
-                row.update(finish(model, data, c, device, folder))
-            print(f'{line}: {show(row)}', flush=True)
-        if (new and due) or halt or time.time() - kept > 300:
-            keep('ckpt.pt')
-            kept = time.time()
-        yield step, model, log
-        if done or halt:
-            return
-
-        # one optimiser step
-        clock = time.time()
-        model.train()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
-        for group, rate in zip(optimizer.param_groups, rates):
-            group['lr'] = rate * schedule(step, c)
-        total = 0.0
-        for micro in range(c.grad_accum_steps):
-            batch = get_batch(data, c, step, micro, device)
             with autocast:
-                loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
-            scaler.scale(loss).backward()
-            total += loss.detach()
-        if WORLD > 1:  # the sum of the processes' gradients
-            for p in model.parameters():
-                if p.grad is not None:
-                    dist.all_reduce(p.grad)
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+                row.update(evaluate(model.eval(), data, c, device))
+            log.append(row)
+            if row[METRIC] == BETTER(row[METRIC] for row in log):
+                keep('best.pt')
+            if last_step:
+                if WORLD > 1:
+                    dist.barrier()  # until best.pt is there
+                row.update(finish(model, data, c, device, folder))
+            keep('ckpt.pt')
+            print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
+            losses = []
+        yield step, model, log
+        if last_step:
+            break
 
-        # all processes stop together: on a signal, out of time, or when something is not finite
-        late = 0 < c.max_minutes < (time.time() - began) / 60
-        figures = torch.tensor([total.item(), bool(STOP) or late], device=device)
-        if WORLD > 1:
-            dist.all_reduce(figures)
-        loss, halt = figures.tolist()
-        may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
-        if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
+        # one step on batches that follow from seed and step number
+        clock = time.time()
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
+        for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
+            group['lr'] = peak_lr * schedule(step, c)
+        batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
+        loss, norm = update(net.train(), batches, c, optimizer, scaler, autocast)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.get_scale() > 1):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
-                                     'try a lower --learning-rate')
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+                                     'try a lower --learning-rate, or look at an edited formula')
+        skipped += not math.isfinite(norm)
         losses.append(loss)
         seconds += time.time() - clock
-        step += 1
+        if (step + 1) % c.log_interval == 0:
+            pace = seconds / (step + 1)
+            print(f'step {step + 1}/{c.max_iters}, loss {loss:.4f}, {1000 * pace:.0f} ms a step, '
+                  f'{(c.max_iters - step - 1) * pace / 60:.1f} min left', flush=True)
+    if skipped:
+        print(f'note    float16 skipped {skipped} of {c.max_iters} steps: gradients overflowed')
 # --- end of training loop
 
-# ------------------------------------ tools ------------------------------------
-# --- tools (identical in all four scripts; test_all.py checks)
-SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
-
-def count(model):
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-def show(row):
-    """The figures of a row of a log, as text."""
-    hidden = ('step', 'seconds', 'layer')
-    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
-                     if name not in hidden and not math.isnan(x))
-
-def pick_device(c):
-    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
-    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
-    if name == 'auto':  # mps is untested: check against --device cpu
-        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if name.startswith('cuda'):
-        if not cuda:
-            fail(f'--device {name}: PyTorch finds no CUDA GPU here')
-        if name == 'cuda':
-            name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-        torch.cuda.set_device(name)
-        if dtype == 'auto':
-            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    torch.set_num_threads(c.threads or torch.get_num_threads())
-    return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
-
-def save_checkpoint(path, state):
-    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
-    torch.save(dict(state, script=SCRIPT), buffer)
-    part = path.with_suffix('.part')
-    part.write_bytes(buffer.getvalue())
-    os.replace(part, path)
-
-def load_checkpoint(path, own=True):
-    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
-    try:
-        saved = torch.load(path, map_location='cpu', weights_only=True)
-        if own and saved['script'] != SCRIPT:
-            raise ValueError(f'{saved["script"]}.py wrote it')
-        return saved
-    except Exception as error:  # PyTorch raises half a dozen kinds
-        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
-
-def write_csv(path, rows):
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
-            writer.writeheader()
-            writer.writerows(rows)
-
-def draw(path, logs, panels):
-    """A panel for each (x, y) of panels, with a line per log; logs is {label: [log, ...]}."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'no {path.name}: pictures need `pip install matplotlib`')
-    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
-    picture = Figure(figsize=(5 * across, 4 * down), layout='tight')
-    for i, (x, y) in enumerate(panels):
-        scale = 'log' if x == 'learning_rate' else 'linear'
-        axis = picture.add_subplot(down, across, i + 1, title=y, xlabel=x, xscale=scale)
-        for j, (label, lines) in enumerate(logs.items()):
-            for log in lines:  # step 0 would flatten the rest
-                rows = [row for row in log if y in row and row.get('step') != 0]
-                axis.plot([row[x] for row in rows], [row[y] for row in rows], f'C{j}.-',
-                          label=label if log is lines[0] else None)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.savefig(path)
-        print(f'picture {path}')
-
-def settings(c):
-    """The fields above `device`: what tells one run from another."""
-    names = [f.name for f in fields(c)]
-    return {name: getattr(c, name) for name in names[:names.index('device')]}
-
-def code(c):
-    """The script above `tools`, parsed, without docstrings, and with only the table rows c names:
-    a changed comment or docstring, or a new variant, retrains nothing."""
-    tree = ast.parse(SOURCE.split('- tools -')[0])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = ''  # a docstring
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ''
-        if name in ('ATTENTION', 'READINGS', 'CHOICES', 'PRESETS', 'TABLES'):
-            rows = zip(node.value.keys, node.value.values)
-            node.value = [row for key, row in rows if key.value in settings(c).values()]
-    return ast.dump(tree)
-
-def run_folder(c, kind=''):
-    """out/SCRIPT/VARIANT-sSEED-HASH, of the settings, the sizes of files they name, and code."""
-    facts = settings(c)
-    sizes = [os.path.getsize(x) for x in facts.values() if type(x) is str and os.path.isfile(x)]
-    mark = zlib.crc32(repr([facts, sizes, code(c)]).encode())
-    return Path(c.out_dir, SCRIPT, f'{kind}{c.variant}-s{c.seed}-{mark:08x}')
-
-def load_run(c):
-    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
-    last = Path(c.out_dir, SCRIPT, 'last')
-    if not c.run and not last.exists():
-        fail(f'no run in {last.parent}: train first, or name a folder with --run')
-    path = Path(c.run or last.read_text(), 'best.pt')
-    saved = load_checkpoint(path)
-    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
-    model = make_model(c, None).to(pick_device(c)[0])
-    print(f'{path}, step {saved["progress"][0]}')
-    model.load_state_dict(saved['model'])
-    return c, model.eval()
-
-def train_and_report(c):
-    folder = run_folder(c)
-    for step, model, log in train(c, folder):
-        pass
-    if RANK == 0:
-        (folder.parent / 'last').write_text(str(folder))  # for load_run
-    if step < c.max_iters:
-        print(f'stopped after step {step}; the same command goes on')
-    elif RANK == 0:
-        draw(folder / 'curves.png', {c.variant: [log]}, [('step', 'loss'), ('step', METRIC)])
-        report(c, model, log)
-    return dict(log[-1], log=log, folder=folder)
-
-def cases_of(c):
-    """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
-    types = {f.name: f.type for f in fields(c)}
-    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # --best's last
-        field, _, values = spec.partition('=')
-        new = {}
-        for name, case in cases.items():
-            for text in values.split(','):
-                try:
-                    value = text.lower() == 'true' if types[field] is bool else types[field](text)
-                except (KeyError, ValueError):
-                    fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
-                new[f'{name} {text}'.strip()] = {**case, field: value}
-        cases = new
-    return {name: replace(c, **case) for name, case in cases.items()}
-
-def train_all(cases, seeds):
-    """-> {name: [settings, figures, log and size of each seed's run]}"""
-    runs = {name: [] for name in cases}
-    for seed in seeds:
-        for name, case in cases.items():
-            print(f'\n{name}, seed {seed}')
-            c = replace(case, seed=seed)
-            try:
-                for step, model, log in train(c, run_folder(c)):
-                    pass
-                if step < c.max_iters:
-                    print('stopped; the same command goes on')
-                    raise SystemExit(128 + STOP[0] if STOP else 0)
-                figures = log[-1]
-            except FloatingPointError as error:
-                print(f'{name}, seed {seed} counts as worst: {error}')
-                worst = math.inf if BETTER is min else -math.inf
-                figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
-            runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
-    return runs
-
-@np.errstate(all='ignore')  # a diverged run's figures are infinite
-def compare(c):
-    """Train every case with every seed on the same batches; differences are paired by seed."""
-    cases = cases_of(c)
-    seeds = [int(seed) for seed in c.seeds.split(',')]
-    final = [int(seed) for seed in c.final_seeds.split(',') if seed]
-    if set(seeds) & set(final):
-        fail('--final-seeds judge what --seeds chose, so the two must not overlap')
-    if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
-        fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-    folder = Path(c.out_dir, SCRIPT, f'compare-{zlib.crc32(repr(c).encode()):08x}')
-    runs = train_all(cases, seeds)
-    if c.best:
-        seeds = final or seeds
-        runs = train_all(choose(c.best, cases, runs, folder), seeds)
-    rows = tabulate(runs, seeds)
-    write_csv(folder / 'compare.csv', rows)
-    logs = {name: [run['log'] for run in own] for name, own in runs.items()}
-    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)])
-    return rows
-
-def choose(field, cases, runs, folder):
-    """Among cases that differ only in `field`, the one with the best mean -> {name: Config}."""
-    groups, chosen, logs = {}, {}, {}
-    for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
-        groups.setdefault(name.rpartition(' ')[0], []).append(name)
-    print(f'\n{METRIC}, mean and sd over the seeds that choose {field}')
-    for names in groups.values():
-        figures = {name: spread([run[METRIC] for run in runs[name]]) for name in names}
-        best = BETTER(names, key=lambda name: figures[name][0])
-        chosen[best] = cases[best]
-        for name, (mean, sd) in figures.items():
-            print(f'{name:28}{mean:9.4f}{sd:9.4f}', '*' if name == best else '')
-        if best in (names[0], names[-1]):
-            print(f'* is at the end of the range: a better {field} may lie beyond it')
-        logs[f'{best} is best'] = list(zip(*(runs[name] for name in names)))  # a line per seed
-    draw(folder / 'choice.png', logs, [(field, METRIC)])
-    return chosen
-
-def spread(values):
-    """Mean and standard deviation."""
-    return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
-
-def student(gaps):
-    """t and two-sided p of paired differences: with t = sqrt(n - 1) tan(a), the angle a has
-    a density proportional to cos(a)^(n - 2)."""
-    n = len(gaps)
-    mean, sd = spread(gaps)
-    if not sd > 1e-9 * abs(mean):  # one run, or always the same
-        return math.nan, math.nan
-    t = mean / sd * n ** 0.5
-    angle = np.linspace(0, math.pi / 2, 100_001)
-    density = np.cos(angle) ** (n - 2)
-    return t, density[angle > math.atan(abs(t) / (n - 1) ** 0.5)].sum() / density.sum()
-
-def tabulate(runs, seeds):
-    """Print {name: [a run's figures for each seed]} -> rows, with differences to the first case."""
-    figure, *others = RESULTS
-    table = np.array([[run[figure] for run in own] for own in runs.values()])  # (cases, seeds)
-    rows = []
-    for (name, own), values, gaps in zip(runs.items(), table, table - table[0]):
-        row = dict(case=name, size=own[0]['size'] / 1e6, holm=math.nan)
-        row['mean'], row['sd'] = spread(values)
-        row['diff'], row['diff_sd'] = spread(gaps)
-        row['t'], row['p'] = student(gaps)
-        for other in [*others, 'seconds']:
-            row[other] = np.mean([run[other] for run in own])
-        rows.append(row)
-    least = 0.0
-    tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
-    for i, row in enumerate(tested):  # Holm: multiply the smallest of n by n, the next by n - 1
-        row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences from row 1 are paired '
-          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec: training steps only.\n'
-          f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
-    for row in rows:
-        print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
-              '{holm:7.3f}{seconds:6.0f}'.format(**row).replace('nan', '  -'))
-    for row in rows if others else []:
-        print(f'{row["case"]:19}' + show({other: row[other] for other in others}))
-    return rows
-
-def bench(c):
-    """Time training steps of all cases in turn, so that noise hits all alike."""
-    loops, times = {}, {}
-    for name, case in cases_of(c).items():  # settings that leave only the steps themselves
-        loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
-                                    eval_interval=10**9, log_interval=10**9, warmup_iters=0))
-        next(loops[name])
-        times[name] = []
-    for _ in range(c.rounds + 2):  # two to warm up
-        for name, loop in loops.items():
-            begin = time.perf_counter()
-            next(loop)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - begin)
-        if STOP:
-            return print('stopped')
-    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
-    first = np.array(next(iter(times.values())))
-    for name, own in times.items():
-        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{name:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
-    return times
-
-def parse(argv):
-    """argv -> action, Config."""
-    p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
-        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
-        allow_abbrev=False)
-    p.error = lambda message: fail(f'{message} (see --help)')
-    p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags override them',
-                   default='t4' if torch.cuda.is_available() else 'tiny')
-    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
-    for f in fields(Config):
-        p.add_argument('--' + f.name.replace('_', '-'), '--' + f.name, help=argparse.SUPPRESS,
-                       **kinds.get(f.type, dict(type=f.type)))
-    given = vars(p.parse_args(argv))
-    action, preset = given.pop('action'), given.pop('preset')
-    print(f'preset  {preset}; by default t4 on a CUDA GPU, else tiny, as in README.md')
-    c = Config(**{**PRESETS[preset], **given})
-    if 'data' not in given and c.data != 'builtin' and not Path('data', c.data).exists():
-        print(f'note    no data/{c.data}, so built-in data; python prepare_data.py has a list')
-        c = replace(c, data='builtin')
-    return action, c
-
-def catch(number, frame):
-    """The first Ctrl-C or SIGTERM stops after the current step; the second kills."""
-    STOP.append(number)
-    signal.signal(number, signal.SIG_DFL)
-
-def main(argv=None):
-    """Do what the command line says -> the figures that came out."""
-    if RANK:
-        sys.stdout = open(os.devnull, 'w')
-    action, c = parse(argv)
-    device, _ = pick_device(c)
-    if WORLD > 1:
-        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    STOP.clear()
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        result = ACTIONS[action](c)
-    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
-        fail(error)
-    except RuntimeError as error:
-        if 'state_dict' in str(error):
-            fail(f'weights do not fit the model: {" ".join(str(error).split())[:200]}')
-        if 'memory' not in str(error):
-            raise
-        fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if WORLD > 1:
-            dist.destroy_process_group()
-    if STOP:
-        raise SystemExit(128 + STOP[0])
-    return result
-# --- end of tools
-
-# --- tools of this script alone
+# ------------------------------------ report, sample, inspect ------------------------------------
 def report(c, model, log):
-    """What came out, beside a yardstick, and a sample."""
+    """What came out: a text, and yardsticks {name: validation loss}."""
     data, loss, bits = load_data(c), log[-1]['val_loss'], ''
     if data.val_bytes:  # comparable across tokenizers
         bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
-    print(f'result  validation loss {loss:.3f} nats per token{bits}\n'
-          f'        counting pairs of tokens gives {bigram_loss(data):.3f} nats')
-    complete(c, model)
+    bigrams = bigram_loss(data)
+    return (f'result  validation loss {loss:.3f} nats per token{bits}\n'
+            f'        counting pairs of tokens gives {bigrams:.3f} nats\n'
+            f'sample of what it writes after {c.prompt!r}:\n{complete(c, model)}',
+            {'pairs of tokens, counted': bigrams})
 
 def bigram_loss(data):
     """Nats per validation token for a model that has only counted pairs: a yardstick."""
@@ -955,62 +691,481 @@ def bigram_loss(data):
     return total / (len(val) - 1)
 
 def complete(c, model):
-    """Print --prompt and the model's continuation of it."""
+    """--prompt and the model's continuation of it."""
     encoding = get_tokenizer(model.config.tokenizer)
     prompt = encoding.encode_ordinary(c.prompt)
+    if not prompt:
+        fail('--prompt is empty: the model continues at least one token')
     torch.manual_seed(c.seed)
     idx = torch.tensor([prompt], device=model.lm_head.weight.device)  # (1, T)
     tokens = model.eval().generate(idx, c.new_tokens, c.temperature)[0].tolist()
-    text = encoding.decode([t for t in tokens if t < encoding.n_vocab])
-    print(f'sample of what it writes after {c.prompt!r}:\n{text}')
+    return encoding.decode([t for t in tokens if t < encoding.n_vocab])
+
+def sample(c):
+    text = complete(*load_run(c))
+    print(text)
     return text
 
-@torch.no_grad()
-def diagnose(model, idx):
-    """What attention does with idx (B, T): for each layer a dict of means over the tokens.
-
-    mh = ||MH||, update = ||Phi|| or ||Delta||, *_out the same after W^o, cos_* its cosine with the
-    layer's input X, alpha = <MH,V> / <V,V>, gamma.
-    """
-    rows = []
-    x = model.embed(idx)  # (B, T, C)
-    for block in model.transformer.h:
-        attn = block.attn
-        mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
-        update = ATTENTION[model.config.attention](mh, v, attn.gamma)
-        delta = update[0] if type(update) is tuple else update
-        out, out_mh = attn(block.ln_1(x)), attn.c_proj(mh.flatten(2))  # (B, T, C)
-        figures = dict(
-            mh=mh.flatten(2).norm(dim=-1), update=delta.flatten(2).norm(dim=-1),
-            mh_out=out_mh.norm(dim=-1), update_out=out.norm(dim=-1),
-            cos_mh=F.cosine_similarity(out_mh, x, -1), cos_update=F.cosine_similarity(out, x, -1),
-            alpha=(mh * v).sum((2, 3)) / (v * v).sum((2, 3)),
-            gamma=torch.as_tensor(attn.gamma).float())
-        rows.append({name: value.mean().item() for name, value in figures.items()})
-        x = block(x)
-    return rows
-
 def inspect_layers(c):
-    """Train, and look into the layers. AX1 guesses that the discrepancy shrinks with depth."""
-    val = load_data(c).val
-    starts = np.linspace(0, len(val) - c.block_size - 1, 8).astype(np.int64)
-    idx, _ = windows(val, starts, c, pick_device(c)[0])
-    rows = []
-    for step, model, log in train(c):
-        if step % c.eval_interval == 0 or step == c.max_iters:
-            for layer, figures in enumerate(diagnose(model.eval(), idx)):
-                rows.append(dict(step=step, layer=layer, **figures))
-    for row in rows[-c.n_layer:]:
-        print(f'layer {row["layer"]}: {show(row)}')
+    """The layers of a run, trained first if it is not yet: BF's Fig. 3, over the steps."""
+    folder = run_folder(c)
+    _, log = train_to_end(c, folder)
+    layers = {}
+    for i in range(c.n_layer):
+        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
+        layers[f'layer {i}'] = [rows]
+        print(f'layer {i}: {show({name: rows[-1][name] for name in DIAGNOSED})}')
     print(diagnose.__doc__.partition('\n\n')[2].rstrip())
-    folder = run_folder(c, 'inspect-')
-    write_csv(folder / 'inspect.csv', rows)
-    layers = {f'layer {i}': [rows[i::c.n_layer]] for i in range(c.n_layer)}
-    draw(folder / 'inspect.png', layers, [('step', name) for name in figures])
-    return rows
+    draw(folder / 'inspect.png', layers, [
+        ('step', 'mh', 'update'), ('step', 'mh_out', 'update_out'),
+        ('step', 'cos_mh', 'cos_update'), ('step', 'alpha')])
+    return log
+
+# ------------------------------------ tools ------------------------------------
+# --- tools (identical in all four scripts; test_all.py checks)
+SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
+
+def count(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+def show(row):
+    """The figures of a row of a log, as text, but those of single layers (0.mh)."""
+    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
+                     if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
+
+def pick_device(c):
+    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
+    if name == 'auto':  # mps is untested: check against --device cpu
+        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if name.partition(':')[0] not in ('cpu', 'cuda', 'mps') or name.startswith('cuda') and not cuda:
+        fail(f'--device {name}: PyTorch finds no such device here')
+    if name == 'cuda':
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    if name.startswith('cuda'):
+        torch.cuda.set_device(name)
+    if dtype == 'auto':
+        dtype = 'float32'
+        if name.startswith('cuda'):
+            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
+    torch.set_num_threads(c.threads or torch.get_num_threads())
+    return torch.device(name), getattr(torch, dtype)
+
+# -------- files
+def save_checkpoint(path, state):
+    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
+    torch.save(dict(state, script=SCRIPT), buffer)
+    path.with_suffix('.part').write_bytes(buffer.getvalue())
+    os.replace(path.with_suffix('.part'), path)
+
+def load_checkpoint(path, own=True):
+    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
+    try:
+        saved = torch.load(path, map_location='cpu', weights_only=True)
+        if own and saved['script'] != SCRIPT:
+            raise ValueError(f'{saved["script"]}.py wrote it')
+        return saved
+    except Exception as error:  # PyTorch raises half a dozen kinds
+        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
+
+def write_csv(path, rows):
+    if RANK:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'w', newline='') as file:
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+        writer.writeheader()
+        writer.writerows(rows)
+
+def read_csv(path):
+    """-> a dict for each row, with numbers where they are numbers."""
+    def number(text):
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    with open(path, newline='') as file:
+        return [{key: number(text) for key, text in row.items() if text}
+                for row in csv.DictReader(file)]
+
+def draw(path, logs, panels, levels={}, results={}):
+    """A panel for each (x, y) or (x, y, second y), with a line per log; logs is {label: [log, ...]}.
+    levels {label: y} are yardsticks beside METRIC; results {label: (figure, half its interval)}."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print(f'no {path.name}: pictures need `pip install matplotlib`')
+    if RANK:
+        return
+    n = len(panels) + bool(results)
+    picture = Figure(figsize=(5 * n, 4), layout='tight')
+    axes = picture.subplots(1, n, squeeze=False)[0]
+    for axis, (x, *names) in zip(axes, panels):
+        for i, (label, runs) in enumerate(logs.items()):
+            axis.plot([], [], f'C{i}.-', label=label)
+            for log, (name, line) in itertools.product(runs, zip(names, ('-', '--'))):
+                rows = [row for row in log if name in row and row.get('step') != 0]  # 0: far off
+                axis.plot([row[x] for row in rows], [row[name] for row in rows], f'C{i}.{line}')
+        for label, y in levels.items() if METRIC in names else ():
+            axis.axhline(y, color='grey', linestyle=':', label=label)
+        axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
+                 title=', dashed: '.join(names))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    for i, (label, (figure, half)) in enumerate(results.items()):
+        axes[-1].errorbar(figure, -i, xerr=half, fmt=f'C{i}o', label=label)
+        axes[-1].set(title=f'{RESULTS[0]}: difference from the first, its interval', yticks=[])
+        axes[-1].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path)
+    print(f'picture {path}')
+
+# -------- what names a run
+def settings(c):
+    """The fields above `device`: what tells one run from another."""
+    names = [f.name for f in fields(c)]
+    return {name: getattr(c, name) for name in names[:names.index('device')]}
+
+def sources():
+    """The text of this script, and of the notebook cells that put functions of theirs into it."""
+    values = [x for x in globals().values() if getattr(x, '__module__', '') == '__main__']
+    for table in ('ATTENTION', 'READINGS', 'KINDS', 'SHAPES'):
+        values += globals().get(table, {}).values()
+    for kind in [x for x in values if isinstance(x, type)]:
+        values += vars(kind).values()
+    files = {x.__code__.co_filename for x in values if hasattr(x, '__code__')}
+    return sorted({SOURCE, *(''.join(linecache.getlines(file)) for file in files)})
+
+def checksum(x):
+    """Of numbers or bytes by what they hold, of all else by how it prints."""
+    if isinstance(x, (list, tuple)):
+        return zlib.crc32(repr([checksum(part) for part in x]).encode())
+    if isinstance(x, (np.ndarray, torch.Tensor)) and np.asarray(x).dtype.kind in 'biuf':
+        return zlib.crc32(np.ascontiguousarray(x))
+    return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
+
+def run_name(c, dtype=None):
+    """VARIANT-sSEED-SETTINGS: the last a checksum of c's settings with the dtype in use."""
+    facts = {**settings(c), 'dtype': dtype or str(pick_device(c)[1])[6:]}
+    return f'{c.variant}-s{c.seed}-{checksum(facts):08x}'
+
+def identity(c, data=None):
+    """run_name and a checksum of the script and the data: files, or what was handed to train."""
+    paths = [path for path in data_files(c) if path.is_file()] if data is None else []
+    small = sum(path.stat().st_size for path in paths) < 2 ** 28
+    content = [path.read_bytes() if small else (path.name, path.stat().st_size) for path in paths]
+    if data is not None:
+        content = [*vars(data).items()]
+    return f'{run_name(c)}-{checksum([sources(), content]):08x}'
+
+def run_folder(c, data=None):
+    """out/SCRIPT/VARIANT-sSEED-SETTINGS-CODE: any change of settings, code or data trains anew.
+    --reuse takes the newest finished run of these settings, whatever has been edited since."""
+    out = Path(c.out_dir, SCRIPT)
+    folder = out / identity(c, data)
+    logs = sorted(out.glob(run_name(c) + '-*/log.csv'), key=os.path.getmtime, reverse=True)
+    for log in logs if c.reuse else ():
+        if read_csv(log)[-1]['step'] == c.max_iters:
+            if log.parent != folder:
+                print(f'note    --reuse takes {log.parent}: code or data have changed since')
+            return log.parent
+    others = [dtype for dtype in ('float32', 'bfloat16', 'float16') if not logs
+              and any(out.glob(run_name(c, dtype) + '-*/log.csv'))]
+    if others:
+        print(f'note    a run of these settings exists in {others[0]}; this one is another')
+    return folder
+
+def write_origin(c, folder, model):
+    """config.json: what a person, or a row of runs.csv, has to know of a run."""
+    device, dtype = pick_device(c)
+    machine = platform.processor() or platform.machine()
+    if device.type == 'cuda':
+        machine = f'cuda {torch.cuda.get_device_capability()}'
+    elif Path('/proc/cpuinfo').exists():  # Linux
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        machine = next((x.partition(': ')[2] for x in lines if x.startswith('model name')), machine)
+    blob = SOURCE.encode()
+    blob = hashlib.sha1(b'blob %d\0' % len(blob) + blob).hexdigest()  # git's name for the script
+    origin = dict(settings(c), dtype=str(dtype)[6:], script=blob, parameters=count(model),
+                  torch=torch.__version__, python=platform.python_version(), machine=machine)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, 'config.json').write_text(json.dumps(origin, indent=1), 'utf-8')
+
+# -------- train
+def load_run(c):
+    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
+    out = Path(c.out_dir, SCRIPT)
+    if not c.run and not (out / 'last').exists():
+        fail(f'no run in {out}: train first, or name a folder with --run')
+    saved = load_checkpoint(Path(c.run or out / (out / 'last').read_text(), 'best.pt'))
+    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
+    model = make_model(c, None).to(pick_device(c)[0])
+    model.load_state_dict(saved['model'])
+    return c, model.eval()
+
+def train_to_end(c, folder):
+    """Train as far as the run in folder is not yet -> model, log."""
+    log = []
+    try:
+        for step, model, log in train(c, folder):
+            pass
+    except KeyboardInterrupt:
+        step = f' from step {log[-1]["step"]}' if log else ''
+        raise KeyboardInterrupt(f'the same command goes on{step}')
+    return model, log
+
+def train_and_report(c):
+    folder = run_folder(c)
+    model, log = train_to_end(c, folder)
+    result = folder / 'result.txt'
+    if RANK == 0:
+        if c.fresh or not result.exists():
+            text, levels = report(c, model, log)
+            panels = [('step', 'loss'), ('step', METRIC)]
+            draw(folder / 'curves.png', {c.variant: [log]}, panels, levels)
+            result.write_text(text, 'utf-8')
+        (folder.parent / 'last').write_text(folder.name)  # for load_run
+        print(result.read_text('utf-8'))
+    return dict(log[-1], log=log, folder=folder)
+
+# -------- compare
+def cases_of(c):
+    """{name: Config}, the baseline first: rows of --table, every combination of --over FIELD=A,B,
+    or both crossed."""
+    types = {f.name: f.type for f in fields(c)}
+    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
+    for spec in c.over:
+        field, _, values = spec.partition('=')
+        if types.get(field, list) is list or not values:
+            fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
+        crossed = {}
+        for (name, case), text in itertools.product(cases.items(), values.split(',')):
+            try:
+                value = text.lower() == 'true' if types[field] is bool else types[field](text)
+            except ValueError:
+                fail(f'--over {spec}: {text} is no {types[field].__name__}')
+            crossed[f'{name} {text}'.strip()] = {**case, field: value}
+        cases = crossed
+    cases = {name: replace(c, **case) for name, case in cases.items()}
+    return dict(sorted(cases.items(), key=lambda item: not is_baseline(vars(item[1]))))
+
+def is_baseline(row):
+    return all(row[name] == value for name, value in BASELINE.items())
+
+def seed_list(text):
+    """'0,1,2' -> [0, 1, 2]"""
+    try:
+        return [int(word) for word in text.split(',') if word]
+    except ValueError:
+        fail(f'seeds are numbers such as 0,1,2, not {text}')
+
+def train_all(cases, seeds, role, path, rows):
+    """Train every case with every seed: a row in rows, and in the csv at path, for each run."""
+    begin, n = time.time(), len(seeds) * len(cases)
+    for i, (seed, (case, c)) in enumerate(itertools.product(seeds, cases.items())):
+        left = f', about {(time.time() - begin) / i * (n - i) / 60:.0f} min left' if i else ''
+        print(f'\n{case}, seed {seed}: run {i + 1} of {n}{left}')
+        c = replace(c, seed=seed)
+        folder = run_folder(c)
+        try:
+            _, log = train_to_end(c, folder)
+            figures = {name: x for name, x in log[-1].items() if '.' not in name}
+            figures['mean_loss'] = np.mean([row['loss'] for row in log if 'loss' in row])
+            if math.isnan(figures[METRIC]):
+                raise FloatingPointError(f'{METRIC} is nan')
+        except FloatingPointError as error:
+            print(f'counts as worst: {error}')
+            worst = math.inf if BETTER is min else -math.inf
+            figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
+        origin = json.loads((folder / 'config.json').read_text('utf-8'))
+        rows.append(dict(case=case, role=role, **origin, **figures, run=folder.name))
+        write_csv(path, rows)
+
+def compare(c):
+    """Train every case with every seed on the same batches; differences are paired by seed."""
+    out = Path(c.out_dir, SCRIPT)
+    folder = out / f'compare-{checksum([repr(c), sources()]):08x}'
+    if c.from_csv:
+        rows = [row for path in c.from_csv.split(',') for row in read_csv(path)]
+    else:
+        cases, seeds, final, rows = cases_of(c), seed_list(c.seeds), seed_list(c.final_seeds), []
+        if set(seeds) & set(final) or final and not c.best:
+            fail('--final-seeds judge what --best chose by other --seeds')
+        if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
+            fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
+        train_all(cases, seeds, 'choosing' if final else 'judging', folder / 'runs.csv', rows)
+        if final:
+            best = {case: cases[case] for case in choose(c.best, rows)}
+            train_all(best, final, 'judging', folder / 'runs.csv', rows)
+        rows = read_csv(folder / 'runs.csv')
+
+    judging = [row for row in rows if row['role'] == 'judging']
+    if c.best:
+        chosen = choose(c.best, [row for row in rows if row['role'] == 'choosing'] or judging)
+        judging = [row for row in judging if row['case'] in chosen]
+        lines = {case: [line] for case, line in chosen.items()}
+        draw(folder / f'{c.best}.png', lines, [(c.best, METRIC)])
+    table = tabulate(judging)
+    logs = {row['case']: [] for row in table}
+    for row in judging:
+        if (out / row['run'] / 'log.csv').exists():
+            logs[row['case']].append(read_csv(out / row['run'] / 'log.csv'))
+    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)],
+         results={row['case']: (row['diff'], row['half']) for row in table})
+    return table
+
+def choose(field, rows):
+    """Among cases that differ only in `field`, the one with the best mean METRIC -> {case: [the
+    group's means, as rows of field and METRIC]}."""
+    others = [name for name in settings(Config()) if name not in (field, 'seed')]
+    groups = {}
+    for row in rows:
+        group = groups.setdefault(repr([row.get(name) for name in others]), {})
+        group.setdefault(row['case'], []).append(row)
+    print(f'\n{METRIC}, mean over the seeds that choose {field}')
+    chosen = {}
+    for group in groups.values():
+        cases = sorted(group, key=lambda case: group[case][0][field])
+        means = {case: np.mean([row[METRIC] for row in group[case]]) for case in cases}
+        best = BETTER(means, key=means.get)
+        for case, mean in means.items():
+            print(f'{case:30}{mean:9.4f} x {len(group[case])}', '*' if case == best else '')
+        if best in (cases[0], cases[-1]):
+            print(f'* is at the end of the range: a better {field} may lie beyond it')
+        chosen[best] = [{field: group[case][0][field], METRIC: means[case]} for case in cases]
+    return chosen
+
+def deviation(values):
+    """Standard deviation, nan of a single value."""
+    return np.std(values, ddof=1) if len(values) > 1 else math.nan
+
+def student(gaps, tests=1):
+    """Of paired differences: half the interval of their mean that holds at 95 % for all of so many
+    tests together (Bonferroni), and the two-sided p that this one's mean is 0.
+    With t = sqrt(n - 1) tan(a), the angle a has a density proportional to cos(a)^(n - 2)."""
+    n, error = len(gaps), deviation(gaps) / len(gaps) ** 0.5  # of the mean
+    if not error > 1e-9 * abs(np.mean(gaps)):  # one run, or always the same
+        return math.nan, math.nan
+    angle = np.linspace(0, math.pi / 2, 100_001)[:-1]
+    t = (n - 1) ** 0.5 * np.tan(angle)
+    chance = np.cumsum(np.cos(angle) ** (n - 2))
+    chance /= chance[-1]  # of a |t| up to this one
+    half = error * t[np.searchsorted(chance, 1 - 0.05 / tests)]
+    return half, 1 - np.interp(abs(np.mean(gaps)) / error, t, chance)
+
+@np.errstate(all='ignore')  # a diverged run's figures are infinite
+def tabulate(rows):
+    """Print rows of runs.csv by case, with differences from the baseline or else the first case
+    -> a dict for each case."""
+    figure, *others = *RESULTS, 'seconds'
+    others += ['skipped'] if 'skipped' in rows[0] else []  # steps, by float16
+    cases, table = {}, []
+    for row in sorted(rows, key=lambda row: not is_baseline(row)):
+        cases.setdefault(row['case'], {})[row['seed']] = row
+    first, *rest = cases.values()
+    tests = sum(len(own) > 1 for own in rest)
+    print(f'\n{figure}, {len(first)} seeds. Differences from row 1 are paired by seed; their +- holds '
+          f'at 95 %\nfor {tests} rows together (Bonferroni), p is for a row alone; others are means.\n'
+          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>7}'
+          + ''.join(f'{name[:9]:>10}' for name in others))
+    for case, own in cases.items():
+        own_rows = list(own.values())
+        values = [row[figure] for row in own_rows]
+        gaps = [row[figure] - first[seed][figure] for seed, row in own.items() if seed in first]
+        row = dict(case=case, size=own_rows[0]['parameters'] / 1e6, mean=np.mean(values),
+                   sd=deviation(values), diff=np.mean(gaps))
+        row['half'], row['p'] = student(gaps, max(1, tests))
+        for name in others:
+            row[name] = np.mean([one[name] for one in own_rows])
+        table.append(row)
+        print('{case:24}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{half:8.4f}{p:7.3f}'
+              .format(**row).replace('nan', '  -') + ''.join(f'{row[name]:10.4g}' for name in others))
+        for seed, one in own.items():
+            if math.isinf(one[figure]):
+                print(f'  seed {seed} diverged, and counts as worst')
+    return table
+
+def bench(c):
+    """Time a training step of every case in turn, on the same batches, so that noise hits all."""
+    device, dtype = pick_device(c)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    cases, data, models, times = cases_of(c), load_data(c), {}, {}
+    for case, own in cases.items():
+        model = make_model(own, data).to(device).train()
+        models[case], times[case] = (model, make_optimizer(model, own)), []
+    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up
+        batches = [get_batch(data, c, step, i, device) for i in range(c.grad_accum_steps)]
+        for case, (model, optimizer) in models.items():
+            clock = time.perf_counter()
+            update(model, batches, cases[case], optimizer, scaler, autocast)  # ends in .item()
+            times[case].append(time.perf_counter() - clock)
+    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
+    first = np.array(next(iter(times.values())))
+    for case, own in times.items():
+        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
+        print(f'{case:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
+    return times
+
+# -------- the command line
+def parse(argv):
+    """argv -> action, Config."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    action = words.pop(0) if words and not words[0].startswith('-') else 'train'
+    if action not in ACTIONS:
+        fail(f'{action}: choose from {", ".join(ACTIONS)}')
+    p = argparse.ArgumentParser(
+        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
+        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
+        allow_abbrev=False)
+    p.error = lambda message: fail(f'{message} (see --help)')
+    p.add_argument('--preset', choices=PRESETS, default='tiny', help='settings; flags override')
+    flags = ['--preset', *('--' + f.name.replace('_', '-') for f in fields(Config))]
+    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
+    for f, flag in zip(fields(Config), flags[1:]):
+        p.add_argument(flag, '--' + f.name, help=argparse.SUPPRESS,
+                       **kinds.get(f.type, dict(type=f.type)))
+    given, unknown = p.parse_known_args(words)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
+        fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
+    given = vars(given)
+    for i, spec in enumerate(given.get('over', ())):  # learning-rate=1e-3 is as good
+        field, equals, values = spec.partition('=')
+        given['over'][i] = field.replace('-', '_') + equals + values
+    preset = given.pop('preset')
+    if preset == 'tiny' and torch.cuda.is_available():
+        print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+    return action, Config(**{**PRESETS[preset], **given})
+
+def main(argv=None):
+    """Do what the command line says -> the figures that came out."""
+    if RANK:
+        sys.stdout = open(os.devnull, 'w')
+    action, c = parse(argv)
+    pick_device(c)
+    if WORLD > 1:
+        dist.init_process_group()
+    try:
+        return ACTIONS[action](c)
+    except KeyboardInterrupt as stop:
+        print(f'\nstopped; {stop}')
+        raise SystemExit(130)
+    except torch.OutOfMemoryError:
+        message = 'out of memory: a smaller --batch-size with more --grad-accum-steps needs less'
+    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
+        message = str(error)
+    finally:
+        if WORLD > 1:
+            dist.destroy_process_group()
+    fail(message)  # out here, where a notebook's memory of the error keeps no tensors alive
+# --- end of tools
 
 ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
-           'inspect': inspect_layers, 'sample': lambda c: complete(*load_run(c))}
+           'inspect': inspect_layers, 'sample': sample}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
     main()
