@@ -1219,7 +1219,6 @@ def cases_of(c):
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
     for spec in c.over:
         field, _, values = spec.partition('=')
-        field = field.replace('-', '_')
         if types.get(field, list) is list or not values:
             fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
         crossed = {}
@@ -1415,6 +1414,9 @@ def parse(argv):
         near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
         fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
     given = vars(given)
+    for i, spec in enumerate(given.get('over', ())):  # learning-rate=1e-3 is as good
+        field, equals, values = spec.partition('=')
+        given['over'][i] = field.replace('-', '_') + equals + values
     preset = given.pop('preset')
     if preset == 'tiny' and torch.cuda.is_available():
         print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
