@@ -170,9 +170,11 @@ def dense_attention(q, k, v, masks='all', log_c=None, reading='renormalised', i=
 def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     """dense_attention, renormalised, of local masks, in O(T window): b queries at a time.
 
-    A block's queries see the b + window - 1 keys `near` them and the `first` ones, window 4, b 3:
-        queries                . . . q q q . .
-        keys                   F k k k k k . .
+    A block's queries q see the b + window - 1 keys k `near` them and the first tokens f. With
+    b = 3, window = 4 and one first token:
+        position  0 1 2 3 4 5 6 7 8
+        queries               q q q
+        keys      f     k k k k k k
     """
     B, nh, T, hs = q.shape
     window, first = min(furthest(masks), T), min(first_tokens(masks), T)
@@ -280,9 +282,10 @@ class Config:
             if getattr(self, name) not in allowed:
                 fail(f'--{name} {getattr(self, name)}: choose from {", ".join(allowed)}')
         for name in POSITIVE:
-            least = 0 if name in ('max_iters', 'warmup_iters', 'teacher_iters') else 1
-            if getattr(self, name) < least:
-                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least {least}')
+            if getattr(self, name) < 1:
+                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
+        if min(self.max_iters, self.teacher_iters, self.warmup_iters) < 0:
+            fail('--max-iters, --teacher-iters and --warmup-iters must not be negative')
         candidates(self.masks)
         if not self.init and self.n_embd % (self.n_head or 4):
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head or 4}')
@@ -322,9 +325,8 @@ CHOICES = {
     'tokenizer': ('bytes', 'gpt2'), 'schedule': ('cosine', 'trapezoid', 'step', 'constant'),
     'table': ('', *TABLES), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
-POSITIVE = ('n_layer', 'n_embd', 'block_size', 'teacher_iters', 'max_iters', 'warmup_iters',
-            'batch_size', 'grad_accum_steps', 'eval_interval', 'eval_rows', 'log_interval',
-            'new_tokens', 'rounds')
+POSITIVE = ('n_layer', 'n_embd', 'block_size', 'batch_size', 'grad_accum_steps', 'eval_interval',
+            'eval_rows', 'log_interval', 'new_tokens', 'rounds')
 
 # ------------------------------------ model ------------------------------------
 class Conv1D(nn.Module):
@@ -403,6 +405,7 @@ class GPT2(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
+        self.teacher = None
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
@@ -449,6 +452,7 @@ def substitute(teacher, c):
     """A copy of the teacher whose attention has masks. Only what --learn says is trained."""
     model = copy.deepcopy(teacher)
     model.config = c
+    model.teacher = (teacher,)  # in a tuple: no part of the model, so neither trained nor saved
     for block in model.h:
         block.attn.fused, block.attn.masks, block.attn.reading = False, c.masks, c.reading
         alpha = torch.zeros(len(candidates(c.masks)), device=model.wte.weight.device)
@@ -495,7 +499,7 @@ def get_tokenizer(name):
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
 def load_data(c):
-    """train and val (uint16 tokens), their tokenizer, and in stage 2 --init's teacher."""
+    """c.data -> train and val (uint16 tokens), and their tokenizer."""
     folder, tokenizer = Path('data', c.data), c.tokenizer
     if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it
         meta = folder / 'meta.json'  # nanoGPT's own folders of GPT-2's tokens have none
@@ -509,17 +513,8 @@ def load_data(c):
     V = dict(bytes=256, gpt2=50257)[tokenizer]
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
-    data = SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=V, teacher=None,
-                           about=f'{c.data}, {len(train):,} tokens ({tokenizer})')
-    if c.stage == 'student':
-        data.teacher = load_teacher(c)
-        data.about += f'\nteacher {c.init}'
-        t = data.teacher.config
-        fits = V <= t.vocab_size < V + 128  # 50257, or 50304 where a file is padded
-        if not fits or t.block_size < c.block_size:
-            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions; the '
-                 f'data need {V}, of the tokenizer {tokenizer}, and --block-size {c.block_size}')
-    return data
+    about = f'{c.data}, {len(train):,} tokens ({tokenizer})'
+    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=V, about=about)
 
 def windows(tokens, starts, c, device):
     """The tokens from each start on, and the same one step later: two of (B, T), int64."""
@@ -537,54 +532,57 @@ LABELS = {'loss': 'training loss (nats per token)', 'val_loss': 'validation KL (
           'kl': 'KL(teacher || student) (nats per token)'}
 
 def load_gpt2(path, n_head=0):
-    """Weights of a GPT-2 of any size -> GPT2. A checkpoint of stage 1 knows its number of heads;
-    for the files of others the config.json beside them says it or, without one, n_head."""
-    path, known = Path(path), {}
+    """A file with the weights of a GPT-2 of any size -> GPT2. Heads: as our checkpoint says, or the
+    config.json that transformers writes beside others' files, or n_head."""
+    path, read = Path(path), lambda path: load_checkpoint(path, own=False)
     if path.suffix == '.safetensors':
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            fail(f'{path}: this format needs `pip install safetensors`')
+        from safetensors.torch import load_file as read  # an optional package
+    beside = path.with_name('config.json')
     try:
-        saved = load_file(path) if path.suffix == '.safetensors' else load_checkpoint(path, False)
-        if path.with_name('config.json').exists():
-            known = json.loads(path.with_name('config.json').read_text('utf-8'))
-        n_head = saved.get('config', known).get('n_head', n_head)
+        saved = read(path)
+        config = json.loads(beside.read_text('utf-8')) if beside.exists() else {}
+        n_head = saved.get('config', config).get('n_head', n_head)
         # transformers puts "transformer." before the keys; masks and a copy of wte are dropped
         dropped = ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')
         state = {key.removeprefix('transformer.'): tensor.float()
                  for key, tensor in saved.get('model', saved).items() if not key.endswith(dropped)}
+        if 'h.0.attn.alpha' in state:
+            fail(f'--init {path} is a student: name its teacher')
+        if not n_head:
+            fail(f'--init {path} does not say how many heads it has: put its config.json beside '
+                 'it, or give --n-head')
         V, C = state['wte.weight'].shape
+        model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V,
+                            n_layer=sum(key.endswith('.ln_1.weight') for key in state),
+                            block_size=len(state['wpe.weight'])))
+        model.load_state_dict(state)
+        return model
     except Exception as error:  # a damaged file raises half a dozen kinds
-        fail(f'{path} is no GPT-2: {" ".join(str(error).split())[:150]}')
-    if 'h.0.attn.alpha' in state:
-        fail(f'{path} is a student: name its teacher')
-    if not n_head:
-        fail(f'{path} does not say how many heads it has: put its config.json beside it, '
-             'or give --n-head')
-    model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V, block_size=len(state['wpe.weight']),
-                        n_layer=sum(key.endswith('.ln_1.weight') for key in state)))
-    model.load_state_dict(state)
-    return model
+        fail(f'--init {path} is no GPT-2: {" ".join(str(error).split())[:150]}')
 
 def load_teacher(c):
     """--init -> GPT2, frozen."""
-    if not c.init:
-        fail('no teacher: give --init or, in a notebook, train(with_teacher(c))')
     if not Path(c.init).is_file():
-        fail(f"--init {c.init}: no such file; python prepare_data.py gpt2 downloads GPT-2's")
+        fail(f"--init {c.init or '(nothing)'}: no such file; python prepare_data.py gpt2 downloads "
+             "GPT-2's. In a notebook, train(with_teacher(c)) trains a small one first")
     model = load_gpt2(c.init, c.n_head)
     return model.requires_grad_(False).eval().to(pick_device(c)[0])
 
 def make_model(c, data):
-    """A new teacher or, in stage 2, the teacher with masks; its config has what the data decide."""
+    """A new teacher or, in stage 2, a copy of --init's with masks; its config has what teacher and
+    data decide."""
+    c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.n_head or 4))
-    teacher = data.teacher if data else load_teacher(c)
+    teacher = load_teacher(c)
     t = teacher.config
-    c = replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd, vocab_size=t.vocab_size,
-                tokenizer=getattr(data, 'tokenizer', c.tokenizer))
-    return substitute(teacher, c)
+    V = getattr(data, 'vocab_size', t.vocab_size)
+    fits = V <= t.vocab_size < V + 128  # 50257, or 50304 where a file is padded
+    if not fits or t.block_size < c.block_size:
+        fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions; the data '
+             f'need {V}, of the tokenizer {c.tokenizer}, and --block-size {c.block_size}')
+    return substitute(teacher, replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
+                                       vocab_size=t.vocab_size))
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should tend to its teacher's, not 0."""
@@ -597,27 +595,26 @@ def make_optimizer(model, c):
     return torch.optim.AdamW(groups, betas=(0.9, 0.99))
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of micro-batch `micro`, from seed and step alone, and the teacher."""
+    """This process's rows of micro-batch `micro`, from seed and step alone."""
     n = len(data.train) - c.block_size
     size = c.grad_accum_steps, c.batch_size
     starts = stream('batch', c.seed, step).integers(c.samples or n, size=size)
     if c.samples:  # of these windows, the same ones in every step
         starts = stream('samples', c.seed).integers(n, size=c.samples)[starts]
-    x, y = windows(data.train, starts[micro, RANK::WORLD], c, device)
-    return x, y, data.teacher
+    return windows(data.train, starts[micro, RANK::WORLD], c, device)
 
-def text_loss(model, x, y, teacher):
-    """Nats per token of x (B, T): without a teacher, in stage 1, cross-entropy with y (B, T); in
-    stage 2, KL."""
-    if teacher is None:
+def text_loss(model, x, y):
+    """Nats per token of x (B, T): of a teacher, in stage 1, cross-entropy with y (B, T); of a
+    student, in stage 2, KL."""
+    if model.teacher is None:
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     with torch.no_grad():
-        teacher_logits = teacher(x)  # (B, T, V)
+        teacher_logits = model.teacher[0](x)  # (B, T, V)
     return token_kl(teacher_logits, model(x)).mean()
 
 def loss_of(model, batch, c):
     loss = text_loss(model, *batch)
-    return loss if c.stage == 'teacher' else loss + penalty(model.alphas(), c)
+    return loss + penalty(model.alphas(), c) if model.teacher else loss
 
 def validation(data, c, device):
     """The same windows every time, spread evenly over the text, batch by batch."""
@@ -634,10 +631,10 @@ def evaluate(model, data, c, device):
     # in float32: with autocast to bfloat16 a student that equals its teacher has a KL of 3.7e-4
     with torch.autocast(device.type, enabled=False):
         for x, y in validation(data, c, device):
-            total += text_loss(model, x, y, data.teacher).item() * len(x)
+            total += text_loss(model, x, y).item() * len(x)
             rows += len(x)
     figures = dict(val_loss=max(0.0, total / rows))
-    if c.stage == 'student':
+    if model.teacher:
         figures['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
         for layer, alpha in enumerate(model.alphas()):
             for (kind, n), c_k in zip(candidates(c.masks), alpha.sigmoid().tolist()):
@@ -667,7 +664,7 @@ def forward_backward(model, x, y):
     gradient = torch.autograd.grad(loss, list(params.values()))
     return log_p.detach(), maps, torch.cat([g.flatten() for g in gradient])
 
-def fidelity(model, teacher, batches):
+def fidelity(model, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T); y = -1 is padding
     and never counts. Perplexity is exp of the cross-entropy with the text.  [MA Sec. 2.4]"""
     tokens = entries = kl = squared_error = 0
@@ -676,7 +673,7 @@ def fidelity(model, teacher, batches):
     for x, y in batches:
         real = y >= 0  # (B, T)
         target = y[real]  # (N,)
-        p, P, g = forward_backward(teacher, x, y)
+        p, P, g = forward_backward(model.teacher[0], x, y)
         q, Q, h = forward_backward(model, x, y)
         tokens += len(target)
         kl += (p.exp() * (p - q)).sum()
@@ -702,9 +699,7 @@ def fidelity(model, teacher, batches):
 
 def finish(model, data, c, device, folder):
     """The report's criteria except memory, once a student is trained."""
-    if c.stage == 'teacher':
-        return {}
-    return fidelity(model, data.teacher, validation(data, c, device))
+    return fidelity(model, validation(data, c, device)) if model.teacher else {}
 
 def stage_1(c):
     """The run that makes the teacher, the same one whatever c says of the student."""
@@ -857,9 +852,9 @@ def report(c, model, log):
     """What came out, the masks alone and after training, and two samples: a text; no yardsticks."""
     device, _ = pick_device(c)
     data = load_data(c)
-    untrained = substitute(data.teacher, model.config).to(device)
-    lines = ['the report wants' + ''.join(f'{name:>9} {sign} {limit:<7g}'
-                                          for name, (sign, limit) in CRITERIA.items())]
+    wanted = [f'{name} {sign} {limit:g}' for name, (sign, limit) in CRITERIA.items()]
+    lines = ['the report wants' + ''.join(f'{word:>20}' for word in wanted)]
+    untrained = substitute(model.teacher[0], model.config)
     for case, net in (('mask only', untrained), ('trained', model)):
         figures = finish(net.eval(), data, c, device, None)
         words = [f'{figures[name]:#.3g} ' + ('PASS' if passes(name, figures[name]) else 'FAIL')
@@ -871,7 +866,7 @@ def report(c, model, log):
               f'accuracy; {figures["passed"]} of {len(CRITERIA)} criteria pass{advice}',
               f'        perplexity {figures["perplexity"]:.3f}, the '
               f'teacher\'s {figures["teacher_perplexity"]:.3f}',
-              side_by_side(c, model, data.teacher, PROMPTS[:2])]
+              side_by_side(c, model, PROMPTS[:2])]
     return '\n'.join(lines), {}
 
 PROMPTS = [  # the report's
@@ -884,14 +879,14 @@ PROMPTS = [  # the report's
     'The detective pushed open the heavy oak door, stepping into a room thick with the scent of '
     'old books and something more sinister—fear']
 
-def side_by_side(c, model, teacher, prompts):
-    """How both continue each prompt, from the same seed, as text."""
+def side_by_side(c, model, prompts):
+    """How teacher and student continue each prompt, from the same seed, as text."""
     encoding = get_tokenizer(model.config.tokenizer)
     device = model.wte.weight.device
     lines = []
     for prompt in prompts:
         idx = torch.tensor([encoding.encode_ordinary(prompt)], device=device)  # (1, T)
-        for name, net in (('teacher', teacher), ('student', model)):
+        for name, net in (('teacher', model.teacher[0]), ('student', model)):
             torch.manual_seed(c.seed)
             out, size = net.generate(idx, c.new_tokens, c.temperature)
             text = encoding.decode([t for t in out[0].tolist() if t < encoding.n_vocab])
@@ -901,7 +896,7 @@ def side_by_side(c, model, teacher, prompts):
 def sample(c):
     """Teacher and student continue --prompt, or the report's seven prompts."""
     c, model = load_run(c)
-    text = side_by_side(c, model, load_teacher(c), [c.prompt] if c.prompt else PROMPTS)
+    text = side_by_side(c, model, [c.prompt] if c.prompt else PROMPTS)
     print(text)
     return text
 
@@ -963,7 +958,7 @@ def memory(c, T, device):
         torch.autograd.grad(attn.attend(q, k, v, i, i).sum(), (q, k, v))
 
     def step():
-        text_loss(model, idx, idx, None).backward()
+        text_loss(model, idx, idx).backward()
         model.zero_grad()
 
     def infer():

@@ -1376,7 +1376,7 @@ def test_mask_teacher_files(tmp_path):
         close(mask.load_gpt2(tmp_path / 'x.safetensors')(idx), net(idx), 0)
     else:
         file.rename(tmp_path / 'x.safetensors')
-        refuse(mask, ['pip install'], *tiny(mask, tmp_path, '--init', tmp_path / 'x.safetensors'))
+        refuse(mask, ['safetensors'], *tiny(mask, tmp_path, '--init', tmp_path / 'x.safetensors'))
     del state['transformer.wte.weight']
     for damaged in (b'', b'no checkpoint', state):
         file.write_bytes(damaged) if type(damaged) is bytes else torch.save(damaged, file)
@@ -1418,7 +1418,7 @@ def test_mask_loss():
     want = (p * (p / q).log()).sum(-1)
     close(mask.token_kl(teacher(idx), model(idx)), want, 1e-9)
     l1 = 0.5 * sum(alpha.sigmoid().sum() for alpha in model.alphas())
-    close(mask.loss_of(model, (idx, idx, teacher), c), want.mean() + l1, 1e-6)
+    close(mask.loss_of(model, (idx, idx), c), want.mean() + l1, 1e-6)
     with torch.autocast('cpu', torch.bfloat16):
         logits = mask.GPT2(mask_config())(idx[:, :16] % 40)
         assert logits.dtype == torch.float32, logits.dtype
@@ -1471,8 +1471,8 @@ def test_mask_criteria_and_edge_cases():
     """The report's edge cases: a padded batch, a token that is repeated, one constant token."""
     teacher, _ = mask_golden_model()
     c = mask_config(masks='window:3+sinks:1', batch_size=3, eval_rows=6)
-    data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40, teacher=teacher)
-    model = mask.make_model(c, data)
+    data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
+    model = mask.substitute(teacher, c)
     text = list(mask.validation(data, c, 'cpu'))  # two batches
     close(torch.cat([x for x, _ in text])[:, 0], data.val[np.linspace(0, 883, 6).astype(int)], 0)
     x, y = text[0]
@@ -1480,11 +1480,11 @@ def test_mask_criteria_and_edge_cases():
     padded[0, 5:], padded[1] = -1, -1
     repeated[:, 4:12] = x[:, [4]]
     for batches in (text, [(x, padded)], [(repeated, y)], [(x * 0, y * 0)]):
-        got = mask.fidelity(model, teacher, batches)
+        got = mask.fidelity(model, batches)
         x, y = map(torch.cat, zip(*batches))
         for key, value in mask_figures(model, teacher, x, y).items():
             close(got[key], value, 2e-5 * (1 + abs(value)))
-    nothing = mask.fidelity(model, teacher, [(x, y * 0 - 1)])  # all padding
+    nothing = mask.fidelity(model, [(x, y * 0 - 1)])  # all padding
     assert (nothing['kl'], nothing['mse'], nothing['accuracy']) == (0, 0, 0), nothing
 
 def test_mask_memory():
