@@ -1429,7 +1429,7 @@ def test_mask_one_graph():
     for reading, masks in itertools.product(mask.READINGS, ('windows', 'offset:1')):
         model = mask.substitute(teacher, mask_config(masks=masks, reading=reading))
         found = torch._dynamo.explain(model)(idx)
-        assert found.graph_count == 1, (reading, masks, found.break_reasons)
+        assert found.graph_count < 2, (reading, masks, found.break_reasons)
 
 def test_mask_cache():
     """The student's has a constant size, but where what masks leave out is divided by, too."""
