@@ -183,8 +183,8 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     end = n * b - T  # padding after the last token
     i = torch.arange(n * b, device=q.device).view(n, b)
     near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
-    far = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    far = far.masked_fill(far >= near[:, :1], -1)  # in no mask: `near` already has it
+    front = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
+    front = front.masked_fill(front >= near[:, :1], -1)  # in no mask: `near` already has it
 
     def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
         windows = F.pad(t, (0, 0, window - 1, end)).unfold(2, b + window - 1, b).mT
@@ -193,7 +193,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
 
     queries = F.pad(q, (0, 0, 0, end)).view(B, nh, n, b, hs)
     keys, values = blocks_of_keys(k), blocks_of_keys(v)
-    p = attention_weights(queries, keys, masks, log_c, i=i, j=torch.cat([near, far], 1))
+    p = attention_weights(queries, keys, masks, log_c, i=i, j=torch.cat([near, front], 1))
     return (p.to(v.dtype) @ values).view(B, nh, n * b, hs)[:, :, :T]
 
 def token_kl(teacher_logits, logits):
@@ -232,7 +232,7 @@ class Config:
     teacher_iters: int = 600       # stage 1: optimiser steps
     teacher_lr: float = 2e-3       # stage 1: learning rate at its peak
     n_layer: int = 3               # this and the next three: of a teacher trained here
-    n_head: int = 0                # 0: 4, or what the config.json beside --init says
+    n_head: int = 0                # 0: of 64 channels, at least 4; a file's: --init must say it
     n_embd: int = 128
     vocab_size: int = 0            # 0: as many as the data's tokenizer has
     block_size: int = 128          # tokens in a window
@@ -284,21 +284,25 @@ class Config:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        if min(self.max_iters, self.teacher_iters, self.warmup_iters) < 0:
-            fail('--max-iters, --teacher-iters and --warmup-iters must not be negative')
+        if min(self.max_iters, self.teacher_iters, self.warmup_iters, self.n_head) < 0:
+            fail('--max-iters, --teacher-iters, --warmup-iters, --n-head must not be negative')
         candidates(self.masks)
-        if not self.init and self.n_embd % (self.n_head or 4):
-            fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head or 4}')
+        if not self.init and self.n_embd % self.heads:
+            fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.heads}')
         if self.batch_size % WORLD:
             fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
+
+    @property
+    def heads(self):
+        return self.n_head or max(4, self.n_embd // 64)
 
     @property
     def variant(self):
         masks = self.masks.replace(':', '').replace('+', '-')
         return 'teacher' if self.stage == 'teacher' else f'{masks}-{self.reading}-{self.learn}'
 
-T4 = dict(data='wikitext-2', block_size=256, n_layer=6, n_head=6, n_embd=384, teacher_iters=3000,
-          teacher_lr=1e-3, learning_rate=1e-4, threads=0)
+T4 = dict(data='wikitext-2', block_size=256, n_layer=6, n_embd=384, teacher_iters=3000, teacher_lr=1e-3,
+          learning_rate=1e-4, threads=0)
 PRESETS = {
     'tiny': {},
     't4': dict(T4, masks='window:96+sinks:4', max_iters=600, eval_interval=100),
@@ -343,7 +347,7 @@ class SelfAttention(nn.Module):
     """GPT-2's, by PyTorch's fused kernel; a student has masks and alpha instead."""
     def __init__(self, c):
         super().__init__()
-        self.n_head = c.n_head or 4
+        self.n_head = c.heads
         self.fused, self.masks, self.reading = True, 'all', 'renormalised'
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
@@ -573,7 +577,7 @@ def make_model(c, data):
     data decide."""
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     if c.stage == 'teacher':
-        return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.n_head or 4))
+        return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
     teacher = load_teacher(c)
     t = teacher.config
     V = getattr(data, 'vocab_size', t.vocab_size)
@@ -951,7 +955,7 @@ def memory(c, T, device):
     i = torch.arange(T, device=device)
     idx = i[None] % c.vocab_size  # (1, T)
     attn = model.h[0].attn
-    shape = (1, attn.n_head, T, c.n_embd // attn.n_head)
+    shape = (1, c.heads, T, c.n_embd // c.heads)
     q, k, v = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
 
     def attention():
