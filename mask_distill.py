@@ -780,6 +780,8 @@ def train(c, folder=None, data=None):
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "handed in")}\n'
           f'folder  {folder or "none: nothing is kept"}')
+    if c.warmup_iters >= c.max_iters > 0:
+        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
 
     # go on where a run stopped
     start, seconds, skipped, log = 0, 0.0, 0, []
@@ -823,12 +825,14 @@ def train(c, folder=None, data=None):
                 if WORLD > 1:
                     dist.barrier()  # until best.pt is there
                 row.update(finish(model, data, c, device, folder))
+                if dtype == torch.float16:
+                    row['skipped'] = skipped  # steps whose gradients overflowed
             keep('ckpt.pt')
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
             losses = []
         yield step, model, log
         if last_step:
-            break
+            return
 
         # one step on batches that follow from seed and step number
         clock = time.time()
@@ -847,8 +851,6 @@ def train(c, folder=None, data=None):
             pace = seconds / (step + 1)
             print(f'step {step + 1}/{c.max_iters}, loss {loss:.4f}, {1000 * pace:.0f} ms a step, '
                   f'{(c.max_iters - step - 1) * pace / 60:.1f} min left', flush=True)
-    if skipped:
-        print(f'note    float16 skipped {skipped} of {c.max_iters} steps: gradients overflowed')
 # --- end of training loop
 
 # -------------------------- report, inspect, sample, criteria, memory --------------------------
@@ -1113,10 +1115,11 @@ def sources():
     values = [x for x in globals().values() if getattr(x, '__module__', '') == '__main__']
     for table in ('ATTENTION', 'READINGS', 'KINDS', 'SHAPES'):
         values += globals().get(table, {}).values()
-    for kind in [x for x in values if isinstance(x, type)]:
+    for kind in [x for x in values if isinstance(x, type) and x is not Config]:
         values += vars(kind).values()
+    values = [inspect.unwrap(x) for x in values]  # of torch.no_grad, for one
     files = {x.__code__.co_filename for x in values if hasattr(x, '__code__')}
-    return sorted({SOURCE, *(''.join(linecache.getlines(file)) for file in files)})
+    return sorted({SOURCE, *(''.join(linecache.getlines(file)) for file in files)} - {''})
 
 def checksum(x):
     """Of numbers or bytes by what they hold, of all else by how it prints."""
