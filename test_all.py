@@ -455,8 +455,9 @@ def test_gpt_mask_batches():
             assert not torch.equal(x, other[0])
         starts = {first.item() for step in range(9) for first in batch(step)[0][:, 0]}
         assert starts == {0, 1, 2, 3}  # wherever a window fits
-    start, = {first.item() for step in range(9) for first in batch(step, samples=1)[0][:, 0]}
-    assert start > 0  # any window, but always the same
+    starts = {first.item() for step in range(9) for first in batch(step, samples=6)[0][:, 0]}
+    drawn = set(mask.stream('samples', 1337).integers(4, size=6).tolist())
+    assert starts == drawn and 1 < len(drawn) < 4, (starts, drawn)  # always the same windows
 
 def test_gpt_evaluation():
     """Validation windows are spread evenly, whatever the batch size."""
@@ -1291,7 +1292,8 @@ def mask_config(**settings):
 
 def mask_matrices(T):
     """Which pairs the candidates hold, written out -> {--masks: (K, T, T) of 0 and 1}."""
-    i, j = torch.arange(T)[:, None], torch.arange(T)
+    j = torch.arange(T, device=DEVICE)
+    i = j[:, None]
     window, offset = lambda n: i - j < n, lambda n: i - j == n
     first = lambda n: (j < n).expand(T, T)
     found = {'all': [j <= i],
@@ -1317,7 +1319,7 @@ def mask_slowly(reading, q, k, v, M, c):
 def test_mask_readings_by_their_formulas():
     q, k, v = qkv(1, 2, 12, 3)
     for masks, M in mask_matrices(12).items():
-        alpha = torch.linspace(-2, 1.5, len(M), dtype=torch.float64)
+        alpha = torch.linspace(-2, 1.5, len(M), dtype=torch.float64, device=DEVICE)
         log_c = mask.coefficients(alpha)
         for reading in mask.READINGS:
             if reading in ('renormalised', 'unnormalised', 'separate'):  # not a row of your own
@@ -1341,7 +1343,7 @@ def test_mask_no_row_is_empty():
                multiples=lambda i, j, n, far: j % n == 0,
                later=lambda i, j, n, far: (j % n == 0) & (j > 0))
     q, k, v = [t.requires_grad_() for t in qkv(1, 2, 24, 4)]
-    i = torch.arange(24)
+    i = torch.arange(24, device=DEVICE)
     with patch.dict(mask.KINDS, own):
         for kind, n, reading in itertools.product(own, range(1, 12), mask.READINGS):
             p = mask.attention_weights(q, k, f'{kind}:{n}', None, reading)
@@ -1354,23 +1356,25 @@ def test_mask_no_row_is_empty():
                 close(p.sum(-1), 1.0, 1e-9)
 
 def test_mask_blocked_equals_dense():
-    """In every precision, also on a GPU; gradients are finite."""
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    """In every precision; gradients are finite."""
     cases = ('window:64+sinks:4', 200), ('offset:3+offset:5', 12)
     kinds = (torch.float, 2e-6), (torch.bfloat16, 3e-2), (torch.half, 3e-3)
     for (masks, T), (dtype, tolerance) in itertools.product(cases, kinds):
-        log_c = torch.tensor([0.0, -0.5], device=device)
-        q, k, v = [t.to(device).requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype)]
+        log_c = torch.tensor([0.0, -0.5], device=DEVICE)
+        q, k, v = [t.requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype)]
         y, z = [f(q, k, v, masks, log_c) for f in (DENSE, BLOCKED)]
         close(y.double(), z.double(), tolerance)
         for g in torch.autograd.grad((y + z).sum(), (q, k, v)):
             assert g.isfinite().all(), (masks, dtype)
 
 def test_mask_small_coefficients():
-    """A mask far below the largest is closed; only ratios count, also where c underflows."""
+    """A mask below a thousandth of the largest is closed; only ratios count, also where c
+    underflows."""
     q, k, v = qkv(1, 2, 12, 4)
-    closed = mask.coefficients(torch.tensor([-20.0, 3.0]))
-    far = torch.tensor([-200.1, -200.5, -201.0])
+    opened = mask.coefficients(torch.tensor([0.0, -7.5, -7.7])).isfinite().tolist()
+    assert opened == [True, True, False], opened  # 1 / 905 and 1 / 1105 of the first
+    closed = mask.coefficients(torch.tensor([-20.0, 3.0], device=DEVICE))
+    far = torch.tensor([-200.1, -200.5, -201.0], device=DEVICE)
     for f in (DENSE, BLOCKED):
         close(f(q, k, v, 'window:3+first:1', closed), f(q, k, v, 'first:1'), 1e-6)
         close(f(q, k, v, 'windows', far), f(q, k, v, 'windows', far + 200), 1e-5)
@@ -1378,9 +1382,9 @@ def test_mask_small_coefficients():
 def test_mask_kept_pairs():
     """0.460 of the pairs at 256 tokens for window:64+sinks:4; 0.039 for last5."""
     window, sinks = mask_matrices(256)['window:64+sinks:4'].sum((1, 2)) / (256 * 257 / 2)
-    half_closed = [torch.tensor([0.0, -20.0]), torch.zeros(2)]  # the sinks, in one of two layers
+    half_closed = torch.tensor([[0.0, -20.0], [0.0, 0.0]], device=DEVICE)  # sinks, in one layer
     close(mask.kept_pairs(half_closed, 'window:64+sinks:4', 256), window + sinks / 2, 1e-6)
-    close(mask.kept_pairs([torch.zeros(5)] * 3, 'last5', 256), 1270 / 32896, 1e-6)
+    close(mask.kept_pairs([torch.zeros(5, device=DEVICE)] * 3, 'last5', 256), 1270 / 32896, 1e-6)
 
 def mask_golden_model():
     """A frozen teacher, and tokens."""
@@ -1401,21 +1405,23 @@ def test_mask_teacher_files(tmp_path):
     loss = F.cross_entropy(own(idx)[0, :-1], idx[0, 1:])
     assert own.config.n_head == 4 and loss < 3.5, (own.config, loss)  # log 256 is 5.5
 
-    net, idx = mask_golden_model()
-    file, net = tmp_path / 'model.bin', net.float()
+    net, idx = mask.GPT2(mask_config(vocab_size=61)), torch.arange(12)[None]
+    file = tmp_path / 'model.bin'
     state = {f'transformer.{key}': p for key, p in net.state_dict().items()}
-    state['transformer.h.0.attn.bias'] = torch.ones(1, 1, 24, 24)
+    state['transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)
     torch.save(state, file)
     flags = tiny(mask, tmp_path, '--init', file)
     refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
-    close(mask.load_gpt2(file, 3)(idx), net(idx), 0)
-    (tmp_path / 'config.json').write_text('{"n_head": 3}')
-    close(mask.load_gpt2(file, 2)(idx), net(idx), 0)  # the file knows better
+    close(mask.load_gpt2(file, 2)(idx), net(idx), 0)
+    (tmp_path / 'config.json').write_text('{"n_head": 2}')
+    close(mask.load_gpt2(file, 4)(idx), net(idx), 0)  # the file knows better
     refuse(mask, ['61 tokens'], *flags)
     if importlib.util.find_spec('safetensors'):
         from safetensors.torch import save_file
         save_file({key: p.clone() for key, p in state.items()}, tmp_path / 'x.safetensors')
         close(mask.load_gpt2(tmp_path / 'x.safetensors')(idx), net(idx), 0)
+    torch.save({**state, 'wte.weight': torch.zeros(400, 16)}, file)
+    refuse(mask, ['400 tokens'], *flags)
     del state['transformer.wte.weight']
     for damaged in (b'', b'no checkpoint', state):
         file.write_bytes(damaged) if type(damaged) is bytes else torch.save(damaged, file)
@@ -1459,8 +1465,8 @@ def test_mask_loss():
     close(mask.token_kl(teacher(idx), model(idx)), want, 1e-9)
     l1 = 0.5 * sum(alpha.sigmoid().sum() for alpha in model.alphas())
     close(mask.loss_of(model, (idx, idx), c), want.mean() + l1, 1e-6)
-    with torch.autocast('cpu', torch.bfloat16):
-        logits = mask.GPT2(mask_config())(idx[:, :16] % 40)
+    with torch.autocast(idx.device.type, torch.bfloat16):
+        logits = mask.GPT2(mask_config()).to(DEVICE)(idx[:, :16] % 40)
         assert logits.dtype == torch.float32, logits.dtype
 
 def test_mask_one_graph():
@@ -1484,7 +1490,8 @@ def test_mask_cache():
             close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-9)
         close(whole[:, 2:-1].argmax(-1), out[:, 3:], 0)
         close(model.generate(idx[:, :3], 18, temperature=1e-9)[0], out, 0)  # hardly any chance
-    assert teacher.generate(idx[:, :3], 60)[0].shape == (2, 63)  # positions begun afresh
+    out, size = teacher.generate(idx[:, :3], 60)  # positions begun afresh, half of them
+    assert out.shape == (2, 63) and size == 2 * 2 * 2 * 24 * 8 * 23, (out.shape, size)
 
 def mask_figures(model, teacher, x, y):
     """The report's criteria once more, in the plainest way."""
@@ -1513,7 +1520,7 @@ def test_mask_criteria_and_edge_cases():
     c = mask_config(masks='window:3+sinks:1', batch_size=3, eval_rows=6)
     data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
     model = mask.substitute(teacher, c)
-    text = list(mask.validation(data, c, 'cpu'))  # two batches
+    text = list(mask.validation(data, c, DEVICE))  # two batches
     close(torch.cat([x for x, _ in text])[:, 0], data.val[np.linspace(0, 883, 6).astype(int)], 0)
     x, y = text[0]
     padded, repeated = y.clone(), x.clone()
@@ -1529,12 +1536,14 @@ def test_mask_criteria_and_edge_cases():
 
 def test_mask_memory():
     """Eager attention holds its scores and more; blocks need far less."""
-    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4')
-    with QUIET:
+    c = mask_config(n_head=4, n_embd=64, vocab_size=20_000, masks='window:64+sinks:4')
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
         rows = mask.memory(c, 1024, torch.device('cpu'))
     eager, sdpa, masks = [row['attention, MiB'] for row in rows.values()]
     assert 32 < eager < 128, eager  # the scores of four heads alone are 16 MiB
     assert masks < 0.3 * eager and sdpa < 0.3 * eager, (eager, sdpa, masks)
+    assert 'PASS' in out.getvalue() and 'FAIL' in out.getvalue(), out.getvalue()
 
 def test_mask_two_stages(tmp_path):
     """A teacher, found again whatever the masks; KL falls; then the actions sample and criteria."""
@@ -1546,7 +1555,7 @@ def test_mask_two_stages(tmp_path):
     assert 'step 29/30' not in end.out and log[-1]['val_loss'] < 0.7 * log[0]['val_loss'], end.out
     close(result['kl'], result['val_loss'], 1e-6)
     refuse(mask, ['student'], *flags, '--init', result['folder'] / 'ckpt.pt')
-    last = ['--out-dir', tmp_path / 'out', '--device', 'cpu', '--run', result['folder']]
+    last = ['--out-dir', tmp_path / 'out', '--device', DEVICE, '--run', result['folder']]
     texts = done(mask, 'sample', *last, '--new-tokens', 5)
     assert all(prompt in texts for prompt in mask.PROMPTS), texts
     with patch.dict(mask.CRITERIA, perplexity=('<=', 1e9)):  # a criterion of your own
@@ -1564,6 +1573,11 @@ def test_mask_no_old_teacher(tmp_path):
         end = run(mask, *flags, '--reuse')
         assert end.out.count('--reuse takes') == 2 and 'step 5/5: loss' not in end.out, end.out
         assert 'step 5/5: loss' in run(mask, *flags).out
+    (tmp_path / 'init.pt').write_bytes(b'a')
+    c = mask_config(init=str(tmp_path / 'init.pt'))
+    before = mask.run_folder(c)
+    (tmp_path / 'init.pt').write_bytes(b'b')
+    assert mask.run_folder(c) != before
     (tmp_path / 'text.txt').write_text(TEXT + 'a')
     end = run(mask, 'compare', *flags, '--over', 'masks=window:2,window:4', '--seeds', '0,1')
     assert end.out.count('step 5/5: loss') == 1, end.out
