@@ -455,8 +455,9 @@ def test_gpt_mask_batches():
             assert not torch.equal(x, other[0])
         starts = {first.item() for step in range(9) for first in batch(step)[0][:, 0]}
         assert starts == {0, 1, 2, 3}  # wherever a window fits
-    start, = {first.item() for step in range(9) for first in batch(step, samples=1)[0][:, 0]}
-    assert start > 0  # any window, but always the same
+    starts = {first.item() for step in range(9) for first in batch(step, samples=6)[0][:, 0]}
+    drawn = set(mask.stream('samples', 1337).integers(4, size=6).tolist())
+    assert starts == drawn and 1 < len(drawn) < 4, (starts, drawn)  # always the same windows
 
 def test_gpt_evaluation():
     """Validation windows are spread evenly, whatever the batch size."""
@@ -1291,7 +1292,8 @@ def mask_config(**settings):
 
 def mask_matrices(T):
     """Which pairs the candidates hold, written out -> {--masks: (K, T, T) of 0 and 1}."""
-    i, j = torch.arange(T)[:, None], torch.arange(T)
+    j = torch.arange(T, device=DEVICE)
+    i = j[:, None]
     window, offset = lambda n: i - j < n, lambda n: i - j == n
     first = lambda n: (j < n).expand(T, T)
     found = {'all': [j <= i],
@@ -1305,9 +1307,8 @@ def mask_matrices(T):
 
 def mask_slowly(reading, q, k, v, M, c):
     """The three readings by their formulas; M (K, T, T), c (K,) -> (B, nh, T, hs)."""
-    if not any(m.diagonal().all() for m in M):  # no mask surely holds the own token: one more does
-        M = torch.cat([M, torch.eye(len(M[0]))[None]])
-        c = torch.cat([c, c.max().view(1)])
+    lonely = torch.diag(1 - M.amax(0).diagonal())  # tokens whose own pair no mask holds
+    M, c = torch.cat([M, lonely[None]]), torch.cat([c, c.max().view(1)])
     normal = lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-99)
     e = (q @ k.mT / math.sqrt(q.size(3))).exp().tril()  # (B, nh, T, T)
     W = sum(c_k * m for c_k, m in zip(c, M))  # (T, T)
@@ -1315,45 +1316,65 @@ def mask_slowly(reading, q, k, v, M, c):
              separate=sum(c_k * normal(m * e) for c_k, m in zip(c, M)))
     return p[reading] @ v
 
-def test_mask_reference():
+def test_mask_readings_by_their_formulas():
     q, k, v = qkv(1, 2, 12, 3)
     for masks, M in mask_matrices(12).items():
-        alpha = torch.linspace(-2, 1.5, len(M), dtype=torch.float64)
+        alpha = torch.linspace(-2, 1.5, len(M), dtype=torch.float64, device=DEVICE)
         log_c = mask.coefficients(alpha)
         for reading in mask.READINGS:
-            want = mask_slowly(reading, q, k, v, M, alpha.sigmoid())
-            close(DENSE(q, k, v, masks, log_c, reading), want, 1e-12)
-            if reading == 'renormalised' and mask.bounded(masks):
+            if reading in ('renormalised', 'unnormalised', 'separate'):  # not a row of your own
+                want = mask_slowly(reading, q, k, v, M, alpha.sigmoid())
+                close(DENSE(q, k, v, masks, log_c, reading), want, 1e-12)
+            if reading == 'renormalised' and mask.is_local(masks):
                 for block in (0, 1, 5, 16):
                     close(BLOCKED(q, k, v, masks, log_c, block), want, 1e-12)
 
-def test_mask_gradcheck():
+def test_mask_gradients():
     inputs = [t.requires_grad_() for t in (*qkv(1, 2, 5, 2), qkv(3)[0])]
     for reading in mask.READINGS:
         dense = lambda q, k, v, alpha: DENSE(q, k, v, 'windows', mask.coefficients(alpha), reading)
-        assert torch.autograd.gradcheck(dense, inputs)
+        assert torch.autograd.gradcheck(dense, inputs), reading
     blocked = lambda q, k, v, alpha: BLOCKED(q, k, v, 'windows', mask.coefficients(alpha))
     assert torch.autograd.gradcheck(blocked, inputs)
 
+def test_mask_no_row_is_empty():
+    """With a kind of your own, too, every token attends to something, for every n."""
+    own = dict(stride=lambda i, j, n, far: (i - j) % n == 0,
+               multiples=lambda i, j, n, far: j % n == 0,
+               later=lambda i, j, n, far: (j % n == 0) & (j > 0))
+    q, k, v = [t.requires_grad_() for t in qkv(1, 2, 24, 4)]
+    i = torch.arange(24, device=DEVICE)
+    with patch.dict(mask.KINDS, own):
+        for kind, n, reading in itertools.product(own, range(1, 12), mask.READINGS):
+            p = mask.attention_weights(q, k, f'{kind}:{n}', None, reading)
+            held = own[kind](i[:, None], i, n, 1) & (i <= i[:, None])
+            wrong = (p > 0) != (held | torch.diag(~held.diagonal()))
+            assert not wrong.any(), (kind, n, reading, wrong.nonzero()[:3])
+            g, = torch.autograd.grad((p @ v).sum(), q)
+            assert g.isfinite().all(), (kind, n, reading)
+            if reading == 'renormalised':
+                close(p.sum(-1), 1.0, 1e-9)
+
 def test_mask_blocked_equals_dense():
-    """Also on a GPU. The own token is always there: rows add up to 1, no NaN, also backward."""
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    """In every precision; gradients are finite."""
     cases = ('window:64+sinks:4', 200), ('offset:3+offset:5', 12)
     kinds = (torch.float, 2e-6), (torch.bfloat16, 3e-2), (torch.half, 3e-3)
     for (masks, T), (dtype, tolerance) in itertools.product(cases, kinds):
-        log_c = torch.tensor([0.0, -0.5], device=device)
-        q, k, v = [t.to(device).requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype)]
+        log_c = torch.tensor([0.0, -0.5], device=DEVICE)
+        q, k, v = [t.requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype)]
         y, z = [f(q, k, v, masks, log_c) for f in (DENSE, BLOCKED)]
         close(y.double(), z.double(), tolerance)
-        close(mask.attention_weights(q, k, masks, log_c).double().sum(-1), 1.0, tolerance)
         for g in torch.autograd.grad((y + z).sum(), (q, k, v)):
-            assert g.isfinite().all()
+            assert g.isfinite().all(), (masks, dtype)
 
 def test_mask_small_coefficients():
-    """A mask far below the largest is closed; only ratios count, also where c underflows."""
+    """A mask below a thousandth of the largest is closed; only ratios count, also where c
+    underflows."""
     q, k, v = qkv(1, 2, 12, 4)
-    closed = mask.coefficients(torch.tensor([-20.0, 3.0]))
-    far = torch.tensor([-200.1, -200.5, -201.0])
+    opened = mask.coefficients(torch.tensor([0.0, -7.5, -7.7])).isfinite().tolist()
+    assert opened == [True, True, False], opened  # 1 / 905 and 1 / 1105 of the first
+    closed = mask.coefficients(torch.tensor([-20.0, 3.0], device=DEVICE))
+    far = torch.tensor([-200.1, -200.5, -201.0], device=DEVICE)
     for f in (DENSE, BLOCKED):
         close(f(q, k, v, 'window:3+first:1', closed), f(q, k, v, 'first:1'), 1e-6)
         close(f(q, k, v, 'windows', far), f(q, k, v, 'windows', far + 200), 1e-5)
@@ -1361,90 +1382,100 @@ def test_mask_small_coefficients():
 def test_mask_kept_pairs():
     """0.460 of the pairs at 256 tokens for window:64+sinks:4; 0.039 for last5."""
     window, sinks = mask_matrices(256)['window:64+sinks:4'].sum((1, 2)) / (256 * 257 / 2)
-    half_closed = [torch.tensor([0.0, -20.0]), torch.zeros(2)]  # the sinks, in one of two layers
+    half_closed = torch.tensor([[0.0, -20.0], [0.0, 0.0]], device=DEVICE)  # sinks, in one layer
     close(mask.kept_pairs(half_closed, 'window:64+sinks:4', 256), window + sinks / 2, 1e-6)
-    close(mask.kept_pairs([torch.zeros(5)] * 3, 'last5', 256), 1270 / 32896, 1e-6)
-
-def test_mask_l1_and_budget():
-    """L1 pulls at the common scale of the coefficients, the budget does not."""
-    def penalty(**settings):
-        return mask.penalty([alpha, alpha], mask_config(masks='windows', **settings))
-    alpha = torch.tensor([0.3, -1.0, 2.0], requires_grad=True)
-    c = alpha.sigmoid()
-    close(penalty(l1=0.5), 2 * 0.5 * c.sum(), 1e-6)
-    lost = (1 - (c / c.max())[:, None, None] * mask_matrices(16)['windows']).prod(0)
-    kept = (1 - lost).sum().item() / (16 * 17 / 2)
-    loss = penalty(budget=0.3)
-    close(loss, kept - 0.3, 1e-5)
-    g = torch.autograd.grad(loss, alpha)[0]
-    close((g / (1 - c)).sum(), 0.0, 1e-6)  # d / d log c: no common pull
-    assert penalty(budget=kept + 1e-3) == 0
+    close(mask.kept_pairs([torch.zeros(5, device=DEVICE)] * 3, 'last5', 256), 1270 / 32896, 1e-6)
 
 def mask_golden_model():
     """A frozen teacher, and tokens."""
     net = mask.GPT2(mask_config(n_head=3, n_embd=24, block_size=24, vocab_size=61))
     return fill(net.double().requires_grad_(False)), gpt_ids(2, 24, 61)
 
-def test_mask_golden():
+def test_mask_logits_of_transformers():
     """Logits as transformers' GPT2LMHeadModel gives them."""
     net, idx = mask_golden_model()
     close(net(idx)[1, -1, :4], [0.879413, 0.831994, -0.276339, -1.175988], 1e-5)
+    close(net(idx, last=True), net(idx)[:, -1:], 1e-12)
 
-def test_mask_safetensors(tmp_path):
-    """The repository's teacher knows some English; one line for a damaged file."""
-    file = HERE / 'assets' / 'teacher.safetensors'
-    own = mask.load_gpt2(file)
-    assert sum(p.numel() for p in own.parameters()) == 858_880 and own.config.n_head == 4
+def test_mask_teacher_files(tmp_path):
+    """The repository's teacher knows some English; transformers' files need a config.json beside
+    them or --n-head; one line for a damaged or missing one."""
+    own = mask.load_gpt2(HERE / 'assets' / 'teacher.pt')
     idx = torch.tensor([list(TEXT[:250].encode())])
-    assert F.cross_entropy(own(idx)[0, :-1], idx[0, 1:]) < 3.5  # log 256 is 5.5
-    whole = file.read_bytes()
-    file = tmp_path / 'x.safetensors'
-    for damaged in (b'', whole[:-1], whole.replace(b'wte', b'wta')):
-        file.write_bytes(damaged)
-        refuse(mask, [str(file)], *tiny(mask, tmp_path, '--init', file))
+    loss = F.cross_entropy(own(idx)[0, :-1], idx[0, 1:])
+    assert own.config.n_head == 4 and loss < 3.5, (own.config, loss)  # log 256 is 5.5
+
+    net, idx = mask.GPT2(mask_config(vocab_size=61)), torch.arange(12)[None]
+    file = tmp_path / 'model.bin'
+    state = {f'transformer.{key}': p for key, p in net.state_dict().items()}
+    state['transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)
+    torch.save(state, file)
+    flags = tiny(mask, tmp_path, '--init', file)
+    refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
+    close(mask.load_gpt2(file, 2)(idx), net(idx), 0)
+    (tmp_path / 'config.json').write_text('{"n_head": 2}')
+    close(mask.load_gpt2(file, 4)(idx), net(idx), 0)  # the file knows better
+    refuse(mask, ['61 tokens'], *flags)
+    if importlib.util.find_spec('safetensors'):
+        from safetensors.torch import save_file
+        save_file({key: p.clone() for key, p in state.items()}, tmp_path / 'x.safetensors')
+        close(mask.load_gpt2(tmp_path / 'x.safetensors')(idx), net(idx), 0)
+    torch.save({**state, 'wte.weight': torch.zeros(400, 16)}, file)
+    refuse(mask, ['400 tokens'], *flags)
+    del state['transformer.wte.weight']
+    for damaged in (b'', b'no checkpoint', state):
+        file.write_bytes(damaged) if type(damaged) is bytes else torch.save(damaged, file)
+        refuse(mask, [str(file)], *flags)
+    file.unlink()
+    refuse(mask, ['prepare_data.py gpt2'], *flags)
 
 def test_mask_initial_weights():
     """A matrix of the teacher follows from the seed and its name alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(b'1337 h.1.mlp.c_proj.weight'))
     want = torch.empty(64, 16).normal_(0.0, 0.02 / math.sqrt(2 * 2), generator=generator)
-    assert torch.equal(mask.GPT2(mask_config()).h[1].mlp.c_proj.weight, want)
+    close(mask.GPT2(mask_config()).h[1].mlp.c_proj.weight, want, 0)
 
-def test_mask_substitute():
-    """The student is a copy of the teacher, with masks; --learn says what trains."""
+def test_mask_what_a_student_trains():
+    """It is a copy of the teacher, with masks. --learn says what trains, alphas have a rate of
+    their own, and only a teacher's matrices decay."""
     teacher, idx = mask_golden_model()
     neutral = mask.substitute(teacher, mask_config(masks='window:24'))
     close(neutral(idx), teacher(idx), 1e-12)
-    for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
-        model = mask.substitute(teacher, mask_config(masks='windows', learn=learn))
-        assert model.h[0].attn.alpha.shape == (3,)
-        assert model.h[0].attn.c_attn.weight is not teacher.h[0].attn.c_attn.weight
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        assert {name.split('.')[3] for name in names} == trained
-    assert teacher.h[0].attn.alpha is None and teacher.h[0].attn.masks == 'all'
-
-def test_mask_optimizer():
-    """Alphas have a rate of their own; only a teacher's matrices decay."""
     def rates(net, stage):
         c = mask_config(stage=stage, weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2)
         groups = mask.make_optimizer(net, c).param_groups
         return {(group['lr'], group['weight_decay']) for group in groups}
+    for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
+        model = mask.substitute(teacher, mask_config(masks='windows', learn=learn))
+        assert model.h[0].attn.alpha.shape == (3,), model.h[0].attn.alpha
+        assert model.h[0].attn.c_attn.weight is not teacher.h[0].attn.c_attn.weight
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert {name.split('.')[3] for name in names} == trained, (learn, names)
+    assert rates(model, 'student') == {(2e-3, 0), (0.2, 0)}, rates(model, 'student')
     teacher = mask.GPT2(mask_config())
-    assert rates(teacher, 'teacher') == {(2e-3, 0.3), (2e-3, 0)}
-    assert rates(mask.substitute(teacher, mask_config()), 'student') == {(2e-3, 0), (0.2, 0)}
+    assert rates(teacher, 'teacher') == {(2e-3, 0.3), (2e-3, 0)}, rates(teacher, 'teacher')
 
-def test_mask_kl():
-    """KL(teacher || student) by the formula; in pieces, the same; in bfloat16, still exact."""
-    x, y, w = [t.float().requires_grad_() for t in qkv(1, 11, 6)]
-    p, q = (y @ w[0].T).softmax(-1), (x @ w[0].T).softmax(-1)
-    want = (p * (p / q).log()).sum(-1)[0]
-    for limit in (mask.LOGITS, 30):
-        with patch.object(mask, 'LOGITS', limit):
-            got = mask.token_kl(x, y, w[0])
-            close(got, want, 1e-5)
-            for g in torch.autograd.grad((got - want).sum(), (x, w), retain_graph=True):
-                close(g, 0.0, 1e-5)
-    with torch.autocast('cpu', torch.bfloat16):
-        close(mask.token_kl(x, y, w[0]), want, 1e-5)
+def test_mask_loss():
+    """Mean KL(teacher || student) and L1, by their formulas; logits are float32 under autocast."""
+    teacher, idx = mask_golden_model()
+    c = mask_config(masks='windows', l1=0.5)
+    model = mask.substitute(teacher, c)
+    p, q = teacher(idx).softmax(-1), model(idx).softmax(-1)
+    want = (p * (p / q).log()).sum(-1)
+    close(mask.token_kl(teacher(idx), model(idx)), want, 1e-9)
+    l1 = 0.5 * sum(alpha.sigmoid().sum() for alpha in model.alphas())
+    close(mask.loss_of(model, (idx, idx), c), want.mean() + l1, 1e-6)
+    with torch.autocast(idx.device.type, torch.bfloat16):
+        logits = mask.GPT2(mask_config()).to(DEVICE)(idx[:, :16] % 40)
+        assert logits.dtype == torch.float32, logits.dtype
+
+def test_mask_one_graph():
+    """--compile turns a student's step into one graph, whatever the masks mean."""
+    teacher, idx = mask_golden_model()
+    for reading, masks in itertools.product(mask.READINGS, ('windows', 'offset:1')):
+        model = mask.substitute(teacher, mask_config(masks=masks, reading=reading))
+        found = torch._dynamo.explain(model)(idx)
+        assert found.graph_count < 2, (reading, masks, found.break_reasons)
 
 def test_mask_cache():
     """The student's has a constant size, but where what masks leave out is divided by, too."""
@@ -1457,18 +1488,19 @@ def test_mask_cache():
         whole, cache = model(out), [{} for _ in model.h]
         for t in range(21):  # every token by a pass over all before it
             close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-9)
-        assert torch.equal(whole[:, 2:-1].argmax(-1), out[:, 3:])
+        close(whole[:, 2:-1].argmax(-1), out[:, 3:], 0)
         close(model.generate(idx[:, :3], 18, temperature=1e-9)[0], out, 0)  # hardly any chance
-    assert teacher.generate(idx[:, :3], 60)[0].shape == (2, 63)  # positions begun afresh
+    out, size = teacher.generate(idx[:, :3], 60)  # positions begun afresh, half of them
+    assert out.shape == (2, 63) and size == 2 * 2 * 2 * 24 * 8 * 23, (out.shape, size)
 
 def mask_figures(model, teacher, x, y):
     """The report's criteria once more, in the plainest way."""
     real = y >= 0
     target = y[real]
     maps, logs, right, gradients = [[], []], [], [], []
-    for net, watch in zip((teacher, model), maps):
+    for net, own in zip((teacher, model), maps):
         net = copy.deepcopy(net).requires_grad_(True)
-        log_p = net(x, watch=watch)[real].log_softmax(-1)  # (N, V)
+        log_p = net(x, maps=own)[real].log_softmax(-1)  # (N, V)
         F.nll_loss(log_p, target, reduction='sum').backward()
         logs.append(log_p.detach())
         right.append((log_p.argmax(-1) == target).sum())
@@ -1478,52 +1510,77 @@ def mask_figures(model, teacher, x, y):
     gaps = torch.cat([(P - Q)[b, :, i, :i + 1].flatten() for P, Q in zip(*maps)
                       for b, i in real.nonzero()])
     return dict(kl=(p.exp() * (p - q)).sum(-1).mean(), accuracy=right[1] / max(1, right[0]),
-                mse=gaps.square().mean(), cosine=F.cosine_similarity(*gradients, dim=0))
+                mse=gaps.square().mean(), cosine=F.cosine_similarity(*gradients, dim=0),
+                teacher_perplexity=F.nll_loss(p, target).exp(),
+                perplexity=F.nll_loss(q, target).exp())
 
-def test_mask_fidelity_and_edge_cases():
+def test_mask_criteria_and_edge_cases():
     """The report's edge cases: a padded batch, a token that is repeated, one constant token."""
     teacher, _ = mask_golden_model()
-    c = mask_config(masks='window:3+sinks:1', batch_size=3)
-    data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40, val_starts=range(0, 900, 150),
-                                 teacher=teacher, tokenizer='bytes')
-    model = mask.make_model(c, data)
-    text = list(mask.validation(data, 3, c, 'cpu'))  # two batches
-    close(torch.cat([x for x, _ in text])[:, 0], data.val[::150], 0)
+    c = mask_config(masks='window:3+sinks:1', batch_size=3, eval_rows=6)
+    data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
+    model = mask.substitute(teacher, c)
+    text = list(mask.validation(data, c, DEVICE))  # two batches
+    close(torch.cat([x for x, _ in text])[:, 0], data.val[np.linspace(0, 883, 6).astype(int)], 0)
     x, y = text[0]
     padded, repeated = y.clone(), x.clone()
     padded[0, 5:], padded[1] = -1, -1
     repeated[:, 4:12] = x[:, [4]]
     for batches in (text, [(x, padded)], [(repeated, y)], [(x * 0, y * 0)]):
-        got = mask.fidelity(model, teacher, batches)
+        got = mask.fidelity(model, batches)
         x, y = map(torch.cat, zip(*batches))
         for key, value in mask_figures(model, teacher, x, y).items():
-            close(got[key], value, 2e-5)
+            close(got[key], value, 2e-5 * (1 + abs(value)))
+    nothing = mask.fidelity(model, [(x, y * 0 - 1)])  # all padding
+    assert (nothing['kl'], nothing['mse'], nothing['accuracy']) == (0, 0, 0), nothing
 
 def test_mask_memory():
     """Eager attention holds its scores and more; blocks need far less."""
-    c = mask_config(n_head=4, n_embd=64, masks='window:64+sinks:4')
-    with QUIET:
+    c = mask_config(n_head=4, n_embd=64, vocab_size=20_000, masks='window:64+sinks:4')
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
         rows = mask.memory(c, 1024, torch.device('cpu'))
     eager, sdpa, masks = [row['attention, MiB'] for row in rows.values()]
-    assert 32 < eager < 128  # the scores of four heads alone are 16 MiB
-    assert masks < 0.3 * eager and sdpa < 0.3 * eager
+    assert 32 < eager < 128, eager  # the scores of four heads alone are 16 MiB
+    assert masks < 0.3 * eager and sdpa < 0.3 * eager, (eager, sdpa, masks)
+    assert 'PASS' in out.getvalue() and 'FAIL' in out.getvalue(), out.getvalue()
 
 def test_mask_two_stages(tmp_path):
-    """One teacher, found again; KL falls; then the actions sample and criteria."""
+    """A teacher, found again whatever the masks; KL falls; then the actions sample and criteria."""
     flags = tiny(mask, tmp_path, '--teacher-iters', 30, '--teacher-lr', 0.03)
     out = run(mask, *flags, '--max-iters', 0).out
     assert out.index('step 30/30') < out.index('stage 2 of 2')
-    end = run(mask, *flags, '--max-iters', 40, '--learning-rate', 0.003, '--masks', 'window:1',
-              '--batch-size', 8)
+    end = run(mask, *flags, '--max-iters', 40, '--learning-rate', 0.003, '--masks', 'window:1')
     result, log = end.result, end.result['log']
-    assert 'step 29/30' not in end.out and log[-1]['val_loss'] < 0.7 * log[0]['val_loss']
-    assert abs(result['kl'] - result['val_loss']) < 1e-6
+    assert 'step 29/30' not in end.out and log[-1]['val_loss'] < 0.7 * log[0]['val_loss'], end.out
+    close(result['kl'], result['val_loss'], 1e-6)
     refuse(mask, ['student'], *flags, '--init', result['folder'] / 'ckpt.pt')
-    last = ['--out-dir', tmp_path / 'out', '--device', 'cpu', '--run', result['folder']]
+    last = ['--out-dir', tmp_path / 'out', '--device', DEVICE, '--run', result['folder']]
     texts = done(mask, 'sample', *last, '--new-tokens', 5)
-    assert [text[0] for text in texts] == mask.PROMPTS
-    found = done(mask, 'criteria', *last, '--lengths', '32,64')
-    assert set(found['memory']) == {32, 64} and found['trained']['kl'] > 0
+    assert all(prompt in texts for prompt in mask.PROMPTS), texts
+    with patch.dict(mask.CRITERIA, perplexity=('<=', 1e9)):  # a criterion of your own
+        end = run(mask, 'criteria', *last, '--lengths', '32,64')
+    assert set(end.result) == {32, 64} and 'of 5 criteria' in end.out, end.out
+
+def test_mask_no_old_teacher(tmp_path):
+    """--fresh, an edited script and other data train the teacher anew; --reuse says it does not.
+    A comparison has one teacher."""
+    flags = tiny(mask, tmp_path)
+    done(mask, *flags)
+    assert 'step 5/5: loss' not in run(mask, *flags).out
+    assert 'step 5/5: loss' in run(mask, *flags, '--fresh').out
+    with patch.object(mask, 'SOURCE', mask.SOURCE.replace('F.gelu', 'F.relu')):
+        end = run(mask, *flags, '--reuse')
+        assert end.out.count('--reuse takes') == 2 and 'step 5/5: loss' not in end.out, end.out
+        assert 'step 5/5: loss' in run(mask, *flags).out
+    (tmp_path / 'init.pt').write_bytes(b'a')
+    c = mask_config(init=str(tmp_path / 'init.pt'))
+    before = mask.run_folder(c)
+    (tmp_path / 'init.pt').write_bytes(b'b')
+    assert mask.run_folder(c) != before
+    (tmp_path / 'text.txt').write_text(TEXT + 'a')
+    end = run(mask, 'compare', *flags, '--over', 'masks=window:2,window:4', '--seeds', '0,1')
+    assert end.out.count('step 5/5: loss') == 1, end.out
 
 def test_mask_l1_in_training(tmp_path):
     """The action inspect: L1 lets both alphas of 'first-all' fall, as the report saw."""
@@ -1532,27 +1589,25 @@ def test_mask_l1_in_training(tmp_path):
     rows, = found.values()
     start, middle, end = rows[::2]  # the first of two layers, at steps 0, 3 and 6
     for name in ('first:1', 'all:1'):
-        assert 0.5 == start[name] > middle[name] > end[name]
+        assert 0.5 == start[name] > middle[name] > end[name], (name, start, middle, end)
 
 def test_mask_mistakes(tmp_path):
+    flags = tiny(mask, tmp_path)
     for bad in ('nonsense', '', 'window', 'window:0'):
-        refuse(mask, ['--masks', 'window:N'], '--masks', bad)
-    refuse(mask, ['--budget'], '--budget', 1.5)
-    refuse(mask, ['--n-head'], '--n-head', 3)
-    refuse(mask, ['block-size'], *tiny(mask, tmp_path), '--block-size', 5000)
-    foreign = mask.GPT2(mask.Config(stage='teacher', vocab_size=65))
-    mask.save_checkpoint(tmp_path / 'foreign.pt', dict(
-        config=dataclasses.asdict(foreign.config), model=foreign.state_dict()))
-    refuse(mask, ['65 tokens'], *tiny(mask, tmp_path), '--init', tmp_path / 'foreign.pt')
+        refuse(mask, ['--masks', 'window:N'], *flags, '--masks', bad)
+    for bad in (3, -1):
+        refuse(mask, ['--n-head'], *flags, '--n-head', bad)
+    refuse(mask, ['block-size'], *flags, '--block-size', 5000)
+    refuse(mask, ['one teacher'], 'compare', *flags, '--over', 'n-layer=1,2')
 
-def test_mask_facts_of_the_report():
-    """1,000 samples of 512 tokens, 100 epochs, L1; its prompts and criteria."""
+def test_mask_report004():
+    """1,000 samples of 512 tokens, 100 epochs, L1; the report's prompts and criteria."""
     c = mask.Config(**mask.PRESETS['report004'])
     has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
-    assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0
-    assert mask.CRITERIA == dict(accuracy=0.95, cosine=0.95, mse=1e-4, kl=1e-3)
-    assert mask.passes('kl', 1e-4) and not mask.passes('kl', 1e-2)
-    assert mask.passes('cosine', 1.0) and not mask.passes('cosine', 0.9)
+    assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
+    for name, good, bad in (('accuracy', 0.95, 0.94), ('cosine', 0.95, 0.94), ('mse', 1e-4, 2e-4),
+                            ('kl', 1e-3, 2e-3)):
+        assert mask.passes(name, good) and not mask.passes(name, bad), name
     assert zlib.crc32('\n'.join(mask.PROMPTS).encode()) == 2326627579 and len(mask.PROMPTS) == 7
 
 # ------------------------------------ prepare_data.py ------------------------------------
