@@ -14,7 +14,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
 
     equation       what                                                    function
     [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights                   softmax
-    [OA Sec. 4.1]  the same without W_q, W_k, W_v: no-weights              ATTENTION
+    [OA Sec. 4.1]  the same without W_q, W_k, W_v: no-weights              ATTENTION, PROJECTED
     [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + rho ||x||^2      l2, regression
     [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                    lasso, admm
     [OA Eq. 3]     the same by an N x N inverse: admm-vanilla              lasso, ATTENTION
@@ -26,8 +26,10 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     python admm_detr.py --cross-attention softmax      # the baseline
     python admm_detr.py detect --images photo.jpg      # what the last run finds in photos
     python admm_detr.py inspect                        # where the decoder looks: OA's Fig. 1
+    python admm_detr.py compare --table cross          # what can replace softmax there
     python admm_detr.py compare --table 1 --seeds 0,1  # the paper's tables: 1 and 2
     python admm_detr.py bench                          # what the variants cost
+    python admm_detr.py layer --table cross            # one layer alone, at DETR's 850 tokens
     python admm_detr.py --preset finetune              # detr-r50 with its attention replaced
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
 
@@ -40,24 +42,26 @@ those without (its values), since using the same for both nearly gives back the 
 (--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
 are slices of the channels. Model and state-dict keys are facebookresearch/detr's.
 
-Lines 1-860 are the paper: method, configuration, model, losses, data, training. What follows is
-tools: those of all four scripts, then drawings, average precision, photos, ResNet-50, pictures.
+What stands below the banner `tools` is the same in all four scripts: here a reader may stop.
 """
 import argparse
-import ast
-import concurrent.futures
 import csv
+import difflib
 import functools
+import hashlib
+import inspect
 import io
+import itertools
 import json
 import linecache
 import math
 import os
-import signal
+import platform
 import sys
 import time
 import zlib
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +75,6 @@ from torch.nn import functional as F
 SCRIPT = 'admm_detr'
 RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
 WORLD = int(os.environ.get('WORLD_SIZE', 1))  # of how many
-STOP = []                                     # signals that came: finish the step, save, stop
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -82,7 +85,7 @@ def fail(message):
 # A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With `own`, queries and tokens are the same sequence.
 def without_own(x, own):
-    """x (..., Q, N); if `own`, zero where a query meets itself."""
+    """x (..., Q, N); if `own`, zero where a query meets itself.  [OA Sec. 3]"""
     if not own:
         return x
     diagonal = torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device)
@@ -91,14 +94,18 @@ def without_own(x, own):
 def scales(q, k, own=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
     """lambda (B, nh, Q, 1), rho and e (B, nh, 1, 1) from relative settings.
 
-    At sparsity 1, lambda = 2 max |K q| and x is zero; a rho or ridge of 1 is the mean eigenvalue
-    of K^T K. So scaling q, or all of k, only scales the solution.
+    [choice] Each query has a lambda of its own: at sparsity 1 it is 2 max |K q|, and x is zero. A
+    rho or ridge of 1 is the mean eigenvalue of K^T K. So scaling q, or all of k, only scales x.
     """
     products = without_own(q @ k.mT, own)  # (B, nh, Q, N)
     products = F.relu(products) if positive else products.abs()
     largest = products.amax(-1, keepdim=True)
     mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
     return 2 * sparsity * largest, (rho * mean).clamp_min(1e-8), ridge * mean
+
+def soft(v, t):
+    """tau_t, the proximal operator of t |.|: moves v towards zero by t, and no further."""
+    return F.relu(v - t) - F.relu(-v - t)
 
 def regression(k, rho):
     """P = (K^T K + rho I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + rho ||x||^2.
@@ -109,6 +116,16 @@ def regression(k, rho):
     factor, _ = torch.linalg.cholesky_ex(k.mT @ k + rho * eye)  # K^T K + rho I >= rho I: it exists
     return torch.cholesky_solve(k.mT, factor)
 
+@torch.compiler.assume_constant_result  # else the generator would break --compile's graph
+def fixed(draw, seed, *shape):
+    """Random numbers, the same in every call, on the CPU."""
+    return draw(shape, generator=torch.Generator().manual_seed(seed))
+
+def vanilla_inverse(k, rho):
+    """(K K^T + rho I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
+    eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
+    return torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]
+
 def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, ridge=0.0,
           positive=False, vanilla=False):
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
@@ -118,20 +135,11 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho, e = scales(q, k, own, sparsity, rho, ridge, positive)
-    # (3b) has a threshold per query, but F.softshrink takes only one: measure x in thresholds
-    unit = penalty / (2 * rho)  # (B, nh, Q, 1)
-    q = q / torch.where(unit > 0, unit, 1)
+    t = penalty / (2 * rho)  # (B, nh, Q, 1)
     if vanilla:
-        eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-        inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]  # (B, nh, N, N)
-        products = q @ k.mT
+        inverse, products = vanilla_inverse(k, rho), q @ k.mT
     else:
         P = regression(k, rho)
-
-    def shrink(v):  # (3b): argmin lambda |z|_1 + e ||z||^2 + rho ||z - v||^2
-        z = F.relu(v - 1) if positive else F.softshrink(v, 1.0)
-        return without_own(z / (1 + e / rho), own)
-
     z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
     for _ in range(iterations):
         w = z - u
@@ -141,35 +149,42 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
         else:
             x = w + (q - w @ k) @ P  # the same: ridge regression of w's residual
         v = torch.add(v, x - z, alpha=relax)  # x + u if relax is 1
-        z = shrink(v)
+        # (3b): argmin lambda ||z||_1 + e ||z||^2 + rho ||z - v||^2
+        z = F.relu(v - t) if positive else soft(v, t)
+        z = without_own(z / (1 + e / rho), own)
         u = v - z  # (3c): the running sum of x - z, the scaled dual of x = z
-    return z * unit
+    return torch.where(t > 0, z, 0)  # lambda is 0 where no token helps
 
 def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=False, sigma=1e-4):
     """Equations (3) or (4) to the letter -> x (B, nh, Q, N). They do not solve the Lasso.
 
-    The sign of mu in (3b) contradicts (3c), so past the threshold the state at least doubles in
-    every iteration; the fixed point of (3) is ridge regression, whatever lambda is; (4) has D^1/2
-    where the spectrum is D, and omits the complement of V's range.  [OA Eq. 3] [OA Eq. 4]
+    The sign of mu in (3b) contradicts (3c), so past the threshold the state about doubles in every
+    iteration; the fixed point of (3) is ridge regression, whatever lambda is; (4) has D^1/2 where
+    the spectrum is D, and omits the complement of V's range.  [OA Eq. 3] [OA Eq. 4]
+
+    Likely misprints: with z - mu for x - z in (3a) and x^(k+1) + mu for x^(k) - mu in (3b), (3) is
+    exactly ADMM, but for the Lasso with 2 lambda, since (2) asks for the threshold lambda / (2 rho).
+    So (3) corrected, with sparsity s, is lasso(sparsity=2 * s, relax=1, vanilla=True).
     """
     penalty, rho, _ = scales(q, k, own, sparsity, rho)
     products = q @ k.mT  # (B, nh, Q, N)
     threshold = penalty / rho
     if vanilla:
-        eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-        inverse = torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]  # (B, nh, N, N)
+        inverse = vanilla_inverse(k, rho)
     else:
         # [choice] sigma: OA calls the jitter on K^T K small
-        jitter = sigma * torch.rand(k.size(-1), generator=torch.Generator().manual_seed(1))
-        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))  # (B, nh, hs)
+        jitter = sigma * fixed(torch.rand, 1, k.size(-1))
+        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))  # (B, nh, hs), rising
         D = D.unsqueeze(-2)  # (B, nh, 1, hs)
+        # rounding makes some negative where there are fewer tokens than channels
+        D = torch.maximum(D, torch.finfo(D.dtype).eps * D[..., -1:])
         Y = k @ X / D.sqrt()  # (B, nh, N, hs)
     x = z = mu = torch.zeros_like(products)
     for _ in range(iterations):
         new = products + rho * (x - z)  # (3a)
         new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
         new = without_own(new, own).clamp(-1, 1)  # [choice] 1
-        z = x - mu - (x - mu).clamp(-threshold, threshold)  # (3b), with the old x
+        z = soft(x - mu, threshold)  # (3b), with the old x
         x, mu = new, mu + new - z  # (3c)
     return x
 
@@ -182,19 +197,24 @@ def sharpen(x, power=5):
     y = (x / largest.clamp_min(1e-6)) ** power
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # not 1, the sum of one entry alone
 
-def dictionary(k, padding, c):
-    """The tokens to solve over: padding zeroed, so it gets no weight; minus their mean if
-    --centre; then random tokens from N(0, 1), the same every time.  [OA Sec. 3]"""
+def dictionary(k, padding=None, centre=False, random_tokens=0):
+    """The tokens to solve over: padding zeroed, so it gets no weight; minus their mean if `centre`;
+    then random tokens from N(0, 1), the same every time.  [OA Sec. 3]
+
+    [deviation] OA mixes in the random tokens' values; here what they take is lost, because what is
+    mixed is DETR's values, and random tokens are keys alone.
+    """
     if padding is None:
         padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
     hidden = padding[:, None, :, None]  # (B, 1, N, 1)
     k = k.masked_fill(hidden, 0)
-    if c.centre:
+    if centre:
         mean = k.sum(2, keepdim=True) / (~hidden).sum(2, keepdim=True)
         k = (k - mean).masked_fill(hidden, 0)
-    extra = torch.randn(c.random_tokens, k.size(-1), generator=torch.Generator().manual_seed(0))
-    extra = extra.to(k).expand(*k.shape[:2], -1, -1)  # (B, nh, n, hs)
-    return torch.cat([k, extra], dim=2)
+    if not random_tokens:
+        return k
+    extra = fixed(torch.randn, 0, random_tokens, k.size(-1)).to(k).expand(*k.shape[:2], -1, -1)
+    return torch.cat([k, extra], dim=2)  # (B, nh, N + n, hs)
 
 def softmax(q, k, padding, own, c):
     """softmax(QK^T / sqrt(hs)), standard attention.  [OA Sec. 2]"""
@@ -205,22 +225,21 @@ def softmax(q, k, padding, own, c):
 
 def l2(q, k, padding, own, c):
     """argmin ||q - x^T K||^2 + rho ||x||^2, sharpened; in cross-attention only.  [OA Eq. 1]"""
-    tokens = dictionary(k, padding, c)
+    tokens = dictionary(k, padding, c.centre, c.random_tokens)
     _, rho, _ = scales(q, tokens, rho=c.rho)
     x = q @ regression(tokens, rho)
     return sharpen(x, c.power)[..., :k.size(2)]
 
 def admm(q, k, padding, own, c, vanilla=False):
     """argmin ||q - x^T K||^2 + lambda ||x||_1, sharpened.  [OA Eq. 2]"""
-    tokens = dictionary(k, padding, c)
+    tokens = dictionary(k, padding, c.centre, c.random_tokens)
     x = lasso(q, tokens, own, c.sparsity, c.rho, c.iterations, c.relax, c.ridge, c.positive,
               vanilla)
-    return sharpen(x, c.power)[..., :k.size(2)]  # what random tokens take is lost
+    return sharpen(x, c.power)[..., :k.size(2)]
 
 def admm_printed(q, k, padding, own, c, vanilla=False):
     """The paper's formulas as they stand, which pay no heed to padding.  [OA Eq. 4]"""
-    options = replace(c, centre=False, random_tokens=c.random_tokens or 32)  # [choice] 32
-    tokens = dictionary(k, None, options)
+    tokens = dictionary(k, random_tokens=c.random_tokens or 32)  # [choice] 32
     x = printed(q, tokens, own, c.sparsity, c.rho, c.iterations, vanilla)
     return sharpen(x, c.power)[..., :k.size(2)]
 
@@ -233,6 +252,7 @@ ATTENTION = {  # (q, k, padding (B, N) or None, own, config) -> coefficients x (
     'admm-printed': admm_printed,
     'admm-vanilla-printed': functools.partial(admm_printed, vanilla=True),  # [OA Eq. 3]
 }
+PROJECTED = {'softmax'}  # rows with W_q, W_k, W_v and an output projection
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -293,26 +313,30 @@ class Config:
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
-    log_interval: int = 50         # steps between lines of the log
-    max_minutes: float = 0.0       # save and stop a run after this long; 0: never
+    log_interval: int = 50         # steps between lines of progress
+    reuse: bool = False            # take finished runs of these settings, though code has changed
     fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
-    run: str = ''                  # detect, inspect: a run's folder; default: the last one of train
+    run: str = ''                  # detect, inspect: a run's folder; default: train's last run
     images: list = ()              # detect, inspect: photos; may be repeated
     threshold: float = 0.5         # detect: lowest score to show
-    over: list = ()                # compare, bench: FIELD=A,B; may be repeated
-    table: str = ''                # compare, bench: a name in TABLES; default: the first
+    over: list = ()                # compare, bench, layer: FIELD=A,B; may be repeated
+    table: str = ''                # compare, bench, layer: a name in TABLES; default: the first
     seeds: str = '0,1,2'           # compare: a run per case and seed
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
-    rounds: int = 20               # bench
+    from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
+    rounds: int = 20               # bench, layer
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 flag = '--' + name.replace('_', '-')
                 fail(f'{flag} {getattr(self, name)}: choose from {", ".join(map(str, allowed))}')
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
         if self.hidden_dim % self.nheads or self.hidden_dim % 4:
             fail(f'--hidden-dim {self.hidden_dim}: needs a multiple of 4 and of --nheads')
         if not (0 < self.sparsity <= 1 and self.rho > 0 and self.ridge >= 0 and 0 < self.relax < 2):
@@ -326,10 +350,6 @@ class Config:
     def variant(self):
         return f'sa-{self.self_attention}-ca-{self.cross_attention}'
 
-    @property
-    def units_per_step(self):
-        return self.batch_size * self.grad_accum_steps
-
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone=0.1, schedule='step', warmup_iters=0, threads=0)
@@ -338,26 +358,49 @@ OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=
 PRESETS = {
     'tiny': {},
     't4': dict(max_iters=6000, eval_interval=500, threads=0),
+    # (a T4's 15 GiB hold it as it is, at 1 GiB an image)
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each and "original" rates; since it states no epochs, DETR's own
-    # 300, of 3696 steps, the last 100 epochs at a tenth of the rate
+    # 300, of 3696 steps, the last 100 epochs at a tenth of the rate (a T4's memory: --batch-size 2
+    # --grad-accum-steps 16, since an image takes 3 GiB, and 5 where wide and tall ones meet)
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pth', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
 }
-TABLES = {  # `compare --table NAME`: the paper's experiments
+BASELINE = dict(self_attention='softmax', cross_attention='softmax')  # compare's first row
+TABLES = {  # `compare --table NAME`
     # OA Table 1: AP 40.6 (300 epochs), 38.5, 36.0, 38.5, 37.7
-    '1': {'DETR': dict(self_attention='softmax', cross_attention='softmax'),
-          'no weights SA': dict(self_attention='no-weights', cross_attention='softmax'),
-          'no weights CA': dict(self_attention='softmax', cross_attention='no-weights'),
-          'ADMM SA': dict(OA, self_attention='admm', cross_attention='softmax'),
-          'ADMM CA': dict(OA, self_attention='softmax', cross_attention='admm')},
+    '1': {'DETR': BASELINE,
+          'no weights SA': dict(BASELINE, self_attention='no-weights'),
+          'no weights CA': dict(BASELINE, cross_attention='no-weights'),
+          'ADMM SA': dict(BASELINE, **OA, self_attention='admm'),
+          'ADMM CA': dict(BASELINE, **OA, cross_attention='admm')},
     # OA Table 2: AP 28.0, 38.0, 38.5
-    '2': {'l2 CA': dict(OA, self_attention='softmax', cross_attention='l2'),
-          'vanilla ADMM SA': dict(OA, self_attention='admm-vanilla', cross_attention='softmax'),
-          'efficient ADMM SA': dict(OA, self_attention='admm', cross_attention='softmax')},
+    '2': {'l2 CA': dict(BASELINE, **OA, cross_attention='l2'),
+          'vanilla ADMM SA': dict(BASELINE, **OA, self_attention='admm-vanilla'),
+          'efficient ADMM SA': dict(BASELINE, **OA, self_attention='admm')},
+    # what can replace softmax in cross-attention, with our options
+    'cross': {'softmax': BASELINE,
+              'no-weights': dict(BASELINE, cross_attention='no-weights'),
+              'lasso': dict(BASELINE, cross_attention='admm'),
+              'l2': dict(BASELINE, cross_attention='l2')},
+    # the paper taken at its word: (2) without our options, over keys or over the values that are
+    # mixed; (4) with its misprints; (1); and in self-attention (SA)
+    'more': {'softmax': BASELINE,
+             'exact Lasso': dict(BASELINE, **OA, cross_attention='admm'),
+             'as printed': dict(BASELINE, **OA, cross_attention='admm-printed',
+                                solve_over='value'),
+             'exact Lasso of values': dict(BASELINE, **OA, cross_attention='admm',
+                                           solve_over='value', random_tokens=32),
+             'exact l2': dict(BASELINE, **OA, cross_attention='l2'),
+             'SA no-weights': dict(BASELINE, self_attention='no-weights'),
+             'SA exact Lasso': dict(BASELINE, **OA, self_attention='admm'),
+             'SA exact Lasso, N x N': dict(BASELINE, **OA, self_attention='admm-vanilla')},
 }
+POSITIVE = ('iterations', 'hidden_dim', 'nheads', 'enc_layers', 'dec_layers', 'dim_feedforward',
+            'num_queries', 'image_size', 'batch_size', 'grad_accum_steps', 'eval_interval',
+            'log_interval', 'rounds')
 CHOICES = {
     'self_attention': [name for name in ATTENTION if name != 'l2'],  # l2 would give back the query
     'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
@@ -367,42 +410,119 @@ CHOICES = {
 }
 
 # ------------------------------------ model ------------------------------------
+class FrozenBatchNorm2d(nn.Module):
+    """Batch norm whose four vectors never change."""
+    def __init__(self, channels):
+        super().__init__()
+        for name, value in dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0).items():
+            self.register_buffer(name, torch.full((channels,), value))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+class Bottleneck(nn.Module):
+    def __init__(self, inside, width, stride):
+        super().__init__()
+        outside = 4 * width
+        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
+        self.bn1 = FrozenBatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = FrozenBatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
+        self.bn3 = FrozenBatchNorm2d(outside)
+        self.downsample = nn.Identity() if inside == outside else nn.Sequential(
+            nn.Conv2d(inside, outside, 1, stride, bias=False), FrozenBatchNorm2d(outside))
+
+    def forward(self, x):
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+class ResNet50(nn.Sequential):
+    """torchvision's keys; 32 pixels per token. As in DETR, its first layers never learn."""
+    channels = 2048
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn1 = FrozenBatchNorm2d(64)
+        self.relu = nn.ReLU()
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        inside = 64
+        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
+            stage = nn.Sequential()
+            for j in range(blocks):
+                stage.append(Bottleneck(inside, width, stride=2 if i > 1 and j == 0 else 1))
+                inside = 4 * width
+            self.add_module(f'layer{i}', stage)
+        self.conv1.requires_grad_(False)
+        self.layer1.requires_grad_(False)
+
+class SmallBackbone(nn.Sequential):
+    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
+    channels = 96
+
+    def __init__(self, stride):
+        super().__init__()
+        inside, width = 3, 32
+        while stride >= 1:  # for 8: 32, 64, 96, 96 channels with strides 2, 2, 2, 1
+            self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
+            self.append(nn.GroupNorm(8, width))
+            self.append(nn.ReLU())
+            inside, width = width, min(96, width + 32)
+            stride //= 2
+
+def sine_positions(padding, channels):
+    """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's.
+
+    Sines and cosines, interleaved, of the position, 0 to 2 pi, times rates of 1 to 1/10000.
+    """
+    rate = 10000 ** -(torch.arange(channels // 4, device=padding.device) * 4 / channels)
+    parts = []
+    for axis in (1, 2):
+        place = (~padding).cumsum(axis, dtype=torch.float32)  # (B, h, w)
+        place = 2 * math.pi * place / (place.amax(axis, keepdim=True) + 1e-6)
+        angle = place[..., None] * rate  # (B, h, w, C / 4)
+        parts.append(torch.stack([angle.sin(), angle.cos()], -1).flatten(3))
+    return torch.cat(parts, -1).flatten(1, 2)
+
 class MultiheadAttention(nn.Module):
-    """nn.MultiheadAttention's parameters for softmax; none, or out_proj alone, for the others."""
+    """nn.MultiheadAttention's parameters if PROJECTED; else none, or out_proj alone."""
     def __init__(self, c, kind, own=False):
         super().__init__()
         C = c.hidden_dim
         self.config, self.kind, self.own = c, kind, own
-        self.solves = kind not in ('softmax', 'no-weights')
-        if kind == 'softmax':
+        self.projected = kind in PROJECTED
+        if self.projected:
             self.in_proj_weight = nn.Parameter(torch.empty(3 * C, C))  # W_q, W_k, W_v
             self.in_proj_bias = nn.Parameter(torch.empty(3 * C))
-        self.out_proj = nn.Linear(C, C) if kind == 'softmax' or c.out_proj else nn.Identity()
+        self.out_proj = nn.Linear(C, C) if self.projected or c.out_proj else nn.Identity()
 
     def heads(self, *qkv):
         """q (B, Q, C), k and v (B, N, C) -> (B, nh, Q, hs), (B, nh, N, hs) twice."""
-        if self.kind == 'softmax':
+        if self.projected:
             parts = zip(qkv, self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3))
             qkv = [F.linear(x, weight, bias) for x, weight, bias in parts]
         return [x.unflatten(2, (self.config.nheads, -1)).transpose(1, 2) for x in qkv]
 
     def coefficients(self, q, k, v, padding=None):
         """Coefficients (B, nh, Q, N) of the tokens, and what they mix to, (B, nh, Q, hs)."""
+        attention = ATTENTION[self.kind]
+        over_values = self.config.solve_over == 'value' and attention is not softmax
         with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
             q, k, v = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
-            over = v if self.solves and self.config.solve_over == 'value' else k
-            x = ATTENTION[self.kind](q, over, padding, self.own, self.config)
+            x = attention(q, v if over_values else k, padding, self.own, self.config)
             return x, x @ v
 
     def forward(self, q, k, v, padding=None):
         """q (B, Q, C), k and v (B, N, C), padding (B, N) True where no token is -> (B, Q, C)."""
         q, k, v = self.heads(q, k, v)
-        if self.solves:
-            _, y = self.coefficients(q, k, v, padding)
-        else:  # the fused kernel makes the same sum
+        if ATTENTION[self.kind] is softmax:  # the fused kernel makes the same sum
             mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
             dropout = self.config.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
+        else:
+            _, y = self.coefficients(q, k, v, padding)
         return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))  # (B, Q, C)
 
 class EncoderLayer(nn.Module):
@@ -437,34 +557,6 @@ class DecoderLayer(EncoderLayer):
         x = self.norm2(x + self.drop(y))
         return self.norm3(x + self.feed_forward(x))
 
-class SmallBackbone(nn.Sequential):
-    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
-    channels = 96
-
-    def __init__(self, stride):
-        super().__init__()
-        inside, width = 3, 32
-        while stride >= 1:  # for 8: 32, 64, 96, 96 channels with strides 2, 2, 2, 1
-            self.append(nn.Conv2d(inside, width, 3, 2 if stride > 1 else 1, 1, bias=False))
-            self.append(nn.GroupNorm(8, width))
-            self.append(nn.ReLU())
-            inside, width = width, min(96, width + 32)
-            stride //= 2
-
-def sine_positions(padding, channels):
-    """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's.
-
-    Sines and cosines, interleaved, of the position, 0 to 2 pi, times rates of 1 to 1/10000.
-    """
-    rate = 10000 ** -(torch.arange(channels // 4, device=padding.device) * 4 / channels)
-    parts = []
-    for axis in (1, 2):
-        place = (~padding).cumsum(axis, dtype=torch.float32)  # (B, h, w)
-        place = 2 * math.pi * place / (place.amax(axis, keepdim=True) + 1e-6)
-        angle = place[..., None] * rate  # (B, h, w, C / 4)
-        parts.append(torch.stack([angle.sin(), angle.cos()], -1).flatten(3))
-    return torch.cat(parts, -1).flatten(1, 2)
-
 class MLP(nn.Module):
     def __init__(self, C, out):
         super().__init__()
@@ -493,27 +585,7 @@ class DETR(nn.Module):
         self.query_embed = nn.Embedding(c.num_queries, C)
         self.input_proj = nn.Conv2d(body.channels, C, 1)
         self.backbone = nn.ModuleList([nn.ModuleDict(dict(body=body))])
-        for name, p in self.named_parameters():
-            self.init_parameter(name, p)
-
-    @torch.no_grad()
-    def init_parameter(self, name, p):
-        """Initialise p from its own generator: what two variants share starts out equal."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        layer, _, kind = name.rpartition('.')
-        if kind not in ('weight', 'bias', 'in_proj_weight', 'in_proj_bias'):
-            return  # what you may add keeps the values it was made with
-        matrix = p if kind.startswith('in_proj') else self.get_parameter(layer + '.weight')
-        if matrix.dim() == 1 or name.endswith('out_proj.bias'):
-            if kind.endswith('bias'):
-                p.zero_()  # of norms, in_proj, out_proj; the weights of norms stay 1
-        elif layer == 'query_embed':
-            p.normal_(generator=generator)
-        else:
-            fan_in = matrix[0].numel()
-            xavier = layer.startswith('transformer') and p.dim() == 2
-            bound = math.sqrt(6 / (fan_in + len(p))) if xavier else fan_in ** -0.5
-            p.uniform_(-bound, bound, generator=generator)
+        init_weights(self, c.seed)
 
     def encode(self, images, mask=None):
         """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w)."""
@@ -548,650 +620,54 @@ class DETR(nn.Module):
         *aux, last = [dict(pred_logits=a, pred_boxes=b) for a, b in zip(logits, boxes)]
         return dict(last, aux_outputs=aux)
 
-# ------------------------------------ matching and losses ------------------------------------
-def corners(boxes):
-    """Centre and size (..., 4) -> left, top, right, bottom."""
-    centre, size = boxes.chunk(2, -1)
-    return torch.cat([centre - size / 2, centre + size / 2], -1)
-
-def generalised_iou(a, b):
-    """IoU of boxes (..., 4), given as corners, minus the empty share of their hull; broadcasts."""
-    area = lambda low, high: (high - low).clamp_min(0).prod(-1)
-    a0, a1 = a.chunk(2, -1)
-    b0, b1 = b.chunk(2, -1)
-    both = area(torch.maximum(a0, b0), torch.minimum(a1, b1))
-    union = area(a0, a1) + area(b0, b1) - both
-    hull = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
-    return both / union.clamp_min(1e-30) - (hull - union) / hull.clamp_min(1e-30)
-
-def divisors(counts, c):
-    """What summed losses are divided by, given the number of objects in each image: the sum of
-    class weights (object 1, no-object eos_coef), and the number of objects, at least 1."""
-    matched = sum(min(n, c.num_queries) for n in counts)
-    others = len(counts) * c.num_queries - matched
-    return matched + c.eos_coef * others, max(1, sum(counts))
-
 @torch.no_grad()
-def pair_up(logits, boxes, targets, c):
-    """The cheapest pairing of queries with objects, for each layer and image separately.
+def init_weights(model, seed):
+    """Fill parameters as DETR does, each from a generator of its own name: what two variants share
+    starts out equal. Norms, and parameters you may add, keep the values they were made with."""
+    def fill(p, name, bound=None):
+        """Uniform up to `bound`, or else normal."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
+        if bound:
+            p.uniform_(-bound, bound, generator=generator)
+        else:
+            p.normal_(generator=generator)
 
-    logits (L, B, Q, K + 1), boxes (L, B, Q, 4) and targets, (labels, boxes) of each image ->
-    indices of layer, image, query and object; objects are numbered across the batch.
-    """
-    labels, truth = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
-    boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
-    distance = (boxes - truth).abs().sum(-1)  # (L, B, Q, T)
-    giou = generalised_iou(corners(boxes), corners(truth))
-    cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - logits.softmax(-1)[..., labels]
-    cost = np.nan_to_num(cost.cpu().numpy())  # what is not finite shows in the loss
-    pairs = []
-    first = 0
-    for image, (here, _) in enumerate(targets):
-        for layer, table in enumerate(cost[:, image, :, first:first + len(here)]):
-            for query, thing in zip(*match(table)):
-                pairs.append((layer, image, query, first + thing))
-        first += len(here)
-    return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
-
-def set_loss(outputs, targets, c, weights, count):
-    """DETR's loss, a number: cross-entropy, L1 distance and GIoU, summed over the decoder layers.
-
-    `weights` and `count` (see divisors) are those of the whole step or, for one of its n parts,
-    an nth of them: so parts average to the whole.
-    """
-    layers = [outputs, *outputs['aux_outputs']]
-    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
-    boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
-    labels, truth = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
-    layer, image, query, thing = pair_up(logits, boxes, targets, c)
-    nothing = logits.size(-1) - 1
-    wanted = torch.full(logits.shape[:3], nothing, device=logits.device)  # (L, B, Q)
-    wanted[layer, image, query] = labels[thing]
-    weight = torch.where(wanted == nothing, c.eos_coef, 1.0)
-    entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
-    mine, truth = boxes[layer, image, query], truth[thing]  # (pairs, 4)
-    loss_ce = (weight * entropy).sum() / weights
-    loss_bbox = (mine - truth).abs().sum() / count
-    loss_giou = (1 - generalised_iou(corners(mine), corners(truth))).sum() / count
-    return loss_ce + c.bbox_loss_coef * loss_bbox + c.giou_loss_coef * loss_giou
-
-@torch.no_grad()
-def post_process(outputs, sizes):
-    """Outputs and the (height, width) of each image -> for each image a list of (score, label,
-    [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest."""
-    scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)
-    boxes = corners(outputs['pred_boxes'])  # (B, Q, 4)
-    results = []
-    for i, (h, w) in enumerate(sizes):
-        pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
-        results.append(list(zip(scores[i].tolist(), labels[i].tolist(), pixels.tolist())))
-    return results
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            fill(module.weight, f'{name}.weight')
+        if isinstance(module, MultiheadAttention) and module.projected:
+            matrix = module.in_proj_weight
+            fill(matrix, f'{name}.in_proj_weight', math.sqrt(6 / sum(matrix.shape)))  # Xavier's
+            module.in_proj_bias.zero_()
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            fan_out, fan_in = len(module.weight), module.weight[0].numel()
+            bound = fan_in ** -0.5  # PyTorch's own
+            if name.endswith('out_proj'):
+                module.bias.zero_()
+            elif module.bias is not None:
+                fill(module.bias, f'{name}.bias', bound)
+            if name.startswith('transformer'):
+                bound = math.sqrt(6 / (fan_in + fan_out))
+            fill(module.weight, f'{name}.weight', bound)
 
 # ------------------------------------ data ------------------------------------
+# A data set has len, classes, plan(row, rng) and render(plans). A plan says what an image shows
+# before it is drawn or read, so that every process can count the objects of a whole step: labels
+# (n,); boxes (n, 4), centre and size as fractions of the image; notes, the same in COCO's json
+# form; image_id; original, (height, width). render makes the images, (3, H, W) each, normalised.
+MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
+STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
+
 def stream(name, *numbers):
     """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
-STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
+SHAPES = {  # name -> which points (x, y) of its box, 0 to 1, are inside; a triangle's tip is at any x
+    'rectangle': lambda x, y, tip: True,
+    'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
+    'triangle': lambda x, y, tip: (x >= tip * (1 - y)) & (x <= 1 - (1 - tip) * (1 - y)),
+}
 
-def load_data(c):
-    """train and val, Shapes or CocoFolder, and the plans of the images to evaluate on.
-
-    A plan says what an image shows, so that every process can count the objects of a whole step:
-    labels (n,); boxes (n, 4), centre and size as fractions of the image; notes, the same in
-    COCO's json form; original, (height, width). render(plan) draws or reads its pixels.
-    """
-    if c.data == 'builtin':
-        train, val = Shapes(10 ** 6, c.image_size), Shapes(200, c.image_size)
-        each = map  # threads would only wait for each other
-        about = 'drawn shapes, always new; expect AP near 0 for the first 500 steps or more'
-    else:
-        folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
-        train, val = load_coco(folder, c.image_size)
-        each = concurrent.futures.ThreadPoolExecutor().map
-        kinds = len(train.classes) - train.classes.count('')
-        about = f'{folder}, {len(train):,} images of {kinds} classes'
-    plans = [val.plan(row) for row in range(len(val))[:c.eval_rows or None]]
-    return SimpleNamespace(train=train, val=val, plans=plans, about=about, coco={}, map=each)
-
-# ------------------------------------ training ------------------------------------
-# What the loop below knows of boxes: these names and functions.
-METRIC = 'AP'         # best.pt and `compare --best` go by this validation figure:
-BETTER = max          # higher is better
-RESULTS = ['AP', 'AP50', 'AP75', 'APs', 'APm', 'APl']  # what `compare` tabulates at the end
-UNIT = 'images'       # what c.units_per_step counts
-
-def make_model(c, data):
-    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
-    if data:
-        c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
-    model = DETR(c)
-    if c.init and data:
-        load_weights(model, c.init)
-    return model
-
-def make_optimizer(model, c):
-    """AdamW on everything, as DETR has it; the backbone has a rate of its own."""
-    rest = [p for name, p in model.named_parameters() if not name.startswith('backbone')]
-    groups = [dict(params=rest, lr=c.learning_rate),
-              dict(params=model.backbone.parameters(), lr=c.learning_rate * c.lr_backbone)]
-    return torch.optim.AdamW(groups, weight_decay=c.weight_decay)
-
-def collate(plans, images, device):
-    """Images (B, 3, H, W), zeros at right and bottom, mask (B, H, W) True there, or None where
-    nothing is padded, and targets, (labels, boxes) of each image."""
-    images = list(images)
-    _, H, W = np.max([x.shape for x in images], axis=0)
-    batch = torch.zeros(len(images), 3, H, W)
-    mask = torch.ones(len(images), H, W, dtype=torch.bool)
-    for i, x in enumerate(images):
-        _, h, w = x.shape
-        batch[i, :, :h, :w] = x
-        mask[i, :h, :w] = False
-    targets = [(plan.labels.to(device), plan.boxes.to(device)) for plan in plans]
-    return batch.to(device), mask.to(device) if mask.any() else None, targets
-
-@functools.lru_cache(2)
-def shuffled(seed, epoch, n):
-    return stream('shuffle', seed, epoch).permutation(n)
-
-def get_batch(data, c, step, micro, device):
-    """This process's share of a micro-batch, a function of seed and step: what collate makes of
-    it, and an even share of the whole step's divisors, which follow from plans alone."""
-    n = c.units_per_step
-    plans = []
-    for i in range(n):
-        epoch, place = divmod(step * n + i, len(data.train))
-        row = int(shuffled(c.seed, epoch, len(data.train))[place])
-        plans.append(data.train.plan(row, stream('train', c.seed, step, i)))
-    weights, count = divisors([len(plan.labels) for plan in plans], c)
-    first = micro * c.batch_size
-    plans = plans[first + RANK:first + c.batch_size:WORLD]
-    images, mask, targets = collate(plans, data.map(data.train.render, plans), device)
-    parts = c.grad_accum_steps * WORLD
-    return images, mask, targets, weights / parts, count / parts
-
-def loss_of(model, batch, c):
-    images, mask, targets, weights, count = batch
-    return set_loss(model(images, mask), targets, c, weights, count)
-
-@torch.no_grad()
-def evaluate(model, data, c, device):
-    """On validation images: loss, AP and AP50."""
-    weights, count = divisors([len(plan.labels) for plan in data.plans], c)
-    loss, found = 0.0, []
-    for i in range(0, len(data.plans), c.batch_size):
-        plans = data.plans[i:i + c.batch_size]
-        images, mask, targets = collate(plans, data.map(data.val.render, plans), device)
-        outputs = model(images, mask)
-        loss += set_loss(outputs, targets, c, weights, count).item()
-        for plan, boxes in zip(plans, post_process(outputs, [plan.original for plan in plans])):
-            for score, label, (x0, y0, x1, y1) in boxes:
-                found.append(dict(image_id=plan.image_id, category_id=label, score=score,
-                                  bbox=[x0, y0, x1 - x0, y1 - y0]))
-    truth = [note for plan in data.plans for note in plan.notes]
-    data.coco = coco_ap(dict(annotations=truth), found)
-    return dict(val_loss=loss, AP=data.coco['AP'], AP50=data.coco['AP50'])
-
-def finish(model, data, c, device, folder):
-    """COCO's twelve numbers, of the evaluation just made."""
-    return data.coco
-
-# --- training loop (identical in all four scripts; test_all.py checks)
-def schedule(step, c):
-    """Factor on the learning rate in a step, counted from 0."""
-    if step < c.warmup_iters:
-        return (step + 1) / (c.warmup_iters + 1)
-    left = c.max_iters - step
-    if c.schedule == 'cosine':
-        done = 1 - left / (c.max_iters - c.warmup_iters)
-        return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-    if c.schedule == 'trapezoid':
-        return min(1.0, left / max(1, c.warmdown_iters))
-    return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
-
-def train(c, folder=None):
-    """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
-
-    It yields before the first step and after each; log is a list of dicts of figures. A step
-    depends on weights, optimizer, seed and step number alone: folder keeps what it needs to go on.
-    """
-    device, dtype = pick_device(c)
-    data = load_data(c)
-    torch.manual_seed(c.seed)
-    model = make_model(c, data).to(device)
-    optimizer = make_optimizer(model, c)
-    rates = [group['lr'] for group in optimizer.param_groups]
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {data.about}\nfolder  {folder or "none: nothing is kept"}')
-    if c.warmup_iters >= c.max_iters > 0:
-        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
-    step, seconds, losses, log = 0, 0.0, [], []  # losses: those since the last row of the log
-    if folder and (folder / 'ckpt.pt').exists() and not c.fresh:
-        saved = load_checkpoint(folder / 'ckpt.pt')
-        model.load_state_dict(saved['model'])
-        optimizer.load_state_dict(saved['optimizer'])
-        if saved['scaler']:  # float16's
-            scaler.load_state_dict(saved['scaler'])
-        step, seconds, losses, log = saved['progress']
-        state = 'is finished' if step >= c.max_iters else f'goes on from step {step}'
-        print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
-    net = torch.compile(model) if c.compile else model
-    began = kept = time.time()
-    halt = False
-
-    def keep(name):
-        if folder and RANK == 0:
-            save_checkpoint(folder / name, dict(
-                model=model.state_dict(), optimizer=optimizer.state_dict(),
-                scaler=scaler.state_dict(), config=asdict(model.config),
-                progress=(step, seconds, losses, log)))
-            write_csv(folder / 'log.csv', log)
-
-    while True:
-        # log and evaluate before a step, and once more after the last one
-        done = step >= c.max_iters
-        due = done or step % c.eval_interval == 0
-        new = not log or log[-1]['step'] < step
-        if new and (due or step % c.log_interval == 0):
-            row, line = dict(step=step, seconds=seconds), f'step {step}/{c.max_iters}'
-            if losses:
-                pace = (seconds - log[-1]['seconds']) / len(losses)
-                row['loss'] = sum(losses) / len(losses)
-                line += (f', {c.units_per_step / pace:,.0f} {UNIT}/s'
-                         f', {(c.max_iters - step) * pace / 60:.1f} min left')
-            if due:
-                with autocast:
-                    row.update(evaluate(model.eval(), data, c, device))
-            log.append(row)
-            losses = []
-            if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
-                keep('best.pt')
-            if done:  # outside autocast, whose cached casts would miss a change of weights
-                row.update(finish(model, data, c, device, folder))
-            print(f'{line}: {show(row)}', flush=True)
-        if (new and due) or halt or time.time() - kept > 300:
-            keep('ckpt.pt')
-            kept = time.time()
-        yield step, model, log
-        if done or halt:
-            return
-
-        # one optimiser step
-        clock = time.time()
-        model.train()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
-        for group, rate in zip(optimizer.param_groups, rates):
-            group['lr'] = rate * schedule(step, c)
-        total = 0.0
-        for micro in range(c.grad_accum_steps):
-            batch = get_batch(data, c, step, micro, device)
-            with autocast:
-                loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
-            scaler.scale(loss).backward()
-            total += loss.detach()
-        if WORLD > 1:  # the sum of the processes' gradients
-            for p in model.parameters():
-                if p.grad is not None:
-                    dist.all_reduce(p.grad)
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
-
-        # all processes stop together: on a signal, out of time, or when something is not finite
-        late = 0 < c.max_minutes < (time.time() - began) / 60
-        figures = torch.tensor([total.item(), bool(STOP) or late], device=device)
-        if WORLD > 1:
-            dist.all_reduce(figures)
-        loss, halt = figures.tolist()
-        may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
-        if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
-                                     'try a lower --learning-rate')
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss)
-        seconds += time.time() - clock
-        step += 1
-# --- end of training loop
-
-# ------------------------------------ tools ------------------------------------
-# --- tools (identical in all four scripts; test_all.py checks)
-SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
-
-def count(model):
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-def show(row):
-    """The figures of a row of a log, as text."""
-    hidden = ('step', 'seconds', 'layer')
-    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
-                     if name not in hidden and not math.isnan(x))
-
-def pick_device(c):
-    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
-    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
-    if name == 'auto':  # mps is untested: check against --device cpu
-        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if name.startswith('cuda'):
-        if not cuda:
-            fail(f'--device {name}: PyTorch finds no CUDA GPU here')
-        if name == 'cuda':
-            name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-        torch.cuda.set_device(name)
-        if dtype == 'auto':
-            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    torch.set_num_threads(c.threads or torch.get_num_threads())
-    return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
-
-def save_checkpoint(path, state):
-    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
-    torch.save(dict(state, script=SCRIPT), buffer)
-    part = path.with_suffix('.part')
-    part.write_bytes(buffer.getvalue())
-    os.replace(part, path)
-
-def load_checkpoint(path, own=True):
-    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
-    try:
-        saved = torch.load(path, map_location='cpu', weights_only=True)
-        if own and saved['script'] != SCRIPT:
-            raise ValueError(f'{saved["script"]}.py wrote it')
-        return saved
-    except Exception as error:  # PyTorch raises half a dozen kinds
-        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
-
-def write_csv(path, rows):
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
-            writer.writeheader()
-            writer.writerows(rows)
-
-def draw(path, logs, panels):
-    """A panel for each (x, y) of panels, with a line per log; logs is {label: [log, ...]}."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'no {path.name}: pictures need `pip install matplotlib`')
-    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
-    picture = Figure(figsize=(5 * across, 4 * down), layout='tight')
-    for i, (x, y) in enumerate(panels):
-        scale = 'log' if x == 'learning_rate' else 'linear'
-        axis = picture.add_subplot(down, across, i + 1, title=y, xlabel=x, xscale=scale)
-        for j, (label, lines) in enumerate(logs.items()):
-            for log in lines:  # step 0 would flatten the rest
-                rows = [row for row in log if y in row and row.get('step') != 0]
-                axis.plot([row[x] for row in rows], [row[y] for row in rows], f'C{j}.-',
-                          label=label if log is lines[0] else None)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.savefig(path)
-        print(f'picture {path}')
-
-def settings(c):
-    """The fields above `device`: what tells one run from another."""
-    names = [f.name for f in fields(c)]
-    return {name: getattr(c, name) for name in names[:names.index('device')]}
-
-def code(c):
-    """The script above `tools`, parsed, without docstrings, and with only the table rows c names:
-    a changed comment or docstring, or a new variant, retrains nothing."""
-    tree = ast.parse(SOURCE.split('- tools -')[0])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = ''  # a docstring
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ''
-        if name in ('ATTENTION', 'READINGS', 'CHOICES', 'PRESETS', 'TABLES'):
-            rows = zip(node.value.keys, node.value.values)
-            node.value = [row for key, row in rows if key.value in settings(c).values()]
-    return ast.dump(tree)
-
-def run_folder(c, kind=''):
-    """out/SCRIPT/VARIANT-sSEED-HASH, of the settings, the sizes of files they name, and code."""
-    facts = settings(c)
-    sizes = [os.path.getsize(x) for x in facts.values() if type(x) is str and os.path.isfile(x)]
-    mark = zlib.crc32(repr([facts, sizes, code(c)]).encode())
-    return Path(c.out_dir, SCRIPT, f'{kind}{c.variant}-s{c.seed}-{mark:08x}')
-
-def load_run(c):
-    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
-    last = Path(c.out_dir, SCRIPT, 'last')
-    if not c.run and not last.exists():
-        fail(f'no run in {last.parent}: train first, or name a folder with --run')
-    path = Path(c.run or last.read_text(), 'best.pt')
-    saved = load_checkpoint(path)
-    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
-    model = make_model(c, None).to(pick_device(c)[0])
-    print(f'{path}, step {saved["progress"][0]}')
-    model.load_state_dict(saved['model'])
-    return c, model.eval()
-
-def train_and_report(c):
-    folder = run_folder(c)
-    for step, model, log in train(c, folder):
-        pass
-    if RANK == 0:
-        (folder.parent / 'last').write_text(str(folder))  # for load_run
-    if step < c.max_iters:
-        print(f'stopped after step {step}; the same command goes on')
-    elif RANK == 0:
-        draw(folder / 'curves.png', {c.variant: [log]}, [('step', 'loss'), ('step', METRIC)])
-        report(c, model, log)
-    return dict(log[-1], log=log, folder=folder)
-
-def cases_of(c):
-    """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
-    types = {f.name: f.type for f in fields(c)}
-    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # --best's last
-        field, _, values = spec.partition('=')
-        new = {}
-        for name, case in cases.items():
-            for text in values.split(','):
-                try:
-                    value = text.lower() == 'true' if types[field] is bool else types[field](text)
-                except (KeyError, ValueError):
-                    fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
-                new[f'{name} {text}'.strip()] = {**case, field: value}
-        cases = new
-    return {name: replace(c, **case) for name, case in cases.items()}
-
-def train_all(cases, seeds):
-    """-> {name: [settings, figures, log and size of each seed's run]}"""
-    runs = {name: [] for name in cases}
-    for seed in seeds:
-        for name, case in cases.items():
-            print(f'\n{name}, seed {seed}')
-            c = replace(case, seed=seed)
-            try:
-                for step, model, log in train(c, run_folder(c)):
-                    pass
-                if step < c.max_iters:
-                    print('stopped; the same command goes on')
-                    raise SystemExit(128 + STOP[0] if STOP else 0)
-                figures = log[-1]
-            except FloatingPointError as error:
-                print(f'{name}, seed {seed} counts as worst: {error}')
-                worst = math.inf if BETTER is min else -math.inf
-                figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
-            runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
-    return runs
-
-@np.errstate(all='ignore')  # a diverged run's figures are infinite
-def compare(c):
-    """Train every case with every seed on the same batches; differences are paired by seed."""
-    cases = cases_of(c)
-    seeds = [int(seed) for seed in c.seeds.split(',')]
-    final = [int(seed) for seed in c.final_seeds.split(',') if seed]
-    if set(seeds) & set(final):
-        fail('--final-seeds judge what --seeds chose, so the two must not overlap')
-    if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
-        fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-    folder = Path(c.out_dir, SCRIPT, f'compare-{zlib.crc32(repr(c).encode()):08x}')
-    runs = train_all(cases, seeds)
-    if c.best:
-        seeds = final or seeds
-        runs = train_all(choose(c.best, cases, runs, folder), seeds)
-    rows = tabulate(runs, seeds)
-    write_csv(folder / 'compare.csv', rows)
-    logs = {name: [run['log'] for run in own] for name, own in runs.items()}
-    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)])
-    return rows
-
-def choose(field, cases, runs, folder):
-    """Among cases that differ only in `field`, the one with the best mean -> {name: Config}."""
-    groups, chosen, logs = {}, {}, {}
-    for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
-        groups.setdefault(name.rpartition(' ')[0], []).append(name)
-    print(f'\n{METRIC}, mean and sd over the seeds that choose {field}')
-    for names in groups.values():
-        figures = {name: spread([run[METRIC] for run in runs[name]]) for name in names}
-        best = BETTER(names, key=lambda name: figures[name][0])
-        chosen[best] = cases[best]
-        for name, (mean, sd) in figures.items():
-            print(f'{name:28}{mean:9.4f}{sd:9.4f}', '*' if name == best else '')
-        if best in (names[0], names[-1]):
-            print(f'* is at the end of the range: a better {field} may lie beyond it')
-        logs[f'{best} is best'] = list(zip(*(runs[name] for name in names)))  # a line per seed
-    draw(folder / 'choice.png', logs, [(field, METRIC)])
-    return chosen
-
-def spread(values):
-    """Mean and standard deviation."""
-    return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
-
-def student(gaps):
-    """t and two-sided p of paired differences: with t = sqrt(n - 1) tan(a), the angle a has
-    a density proportional to cos(a)^(n - 2)."""
-    n = len(gaps)
-    mean, sd = spread(gaps)
-    if not sd > 1e-9 * abs(mean):  # one run, or always the same
-        return math.nan, math.nan
-    t = mean / sd * n ** 0.5
-    angle = np.linspace(0, math.pi / 2, 100_001)
-    density = np.cos(angle) ** (n - 2)
-    return t, density[angle > math.atan(abs(t) / (n - 1) ** 0.5)].sum() / density.sum()
-
-def tabulate(runs, seeds):
-    """Print {name: [a run's figures for each seed]} -> rows, with differences to the first case."""
-    figure, *others = RESULTS
-    table = np.array([[run[figure] for run in own] for own in runs.values()])  # (cases, seeds)
-    rows = []
-    for (name, own), values, gaps in zip(runs.items(), table, table - table[0]):
-        row = dict(case=name, size=own[0]['size'] / 1e6, holm=math.nan)
-        row['mean'], row['sd'] = spread(values)
-        row['diff'], row['diff_sd'] = spread(gaps)
-        row['t'], row['p'] = student(gaps)
-        for other in [*others, 'seconds']:
-            row[other] = np.mean([run[other] for run in own])
-        rows.append(row)
-    least = 0.0
-    tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
-    for i, row in enumerate(tested):  # Holm: multiply the smallest of n by n, the next by n - 1
-        row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences from row 1 are paired '
-          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec: training steps only.\n'
-          f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
-    for row in rows:
-        print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
-              '{holm:7.3f}{seconds:6.0f}'.format(**row).replace('nan', '  -'))
-    for row in rows if others else []:
-        print(f'{row["case"]:19}' + show({other: row[other] for other in others}))
-    return rows
-
-def bench(c):
-    """Time training steps of all cases in turn, so that noise hits all alike."""
-    loops, times = {}, {}
-    for name, case in cases_of(c).items():  # settings that leave only the steps themselves
-        loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
-                                    eval_interval=10**9, log_interval=10**9, warmup_iters=0))
-        next(loops[name])
-        times[name] = []
-    for _ in range(c.rounds + 2):  # two to warm up
-        for name, loop in loops.items():
-            begin = time.perf_counter()
-            next(loop)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - begin)
-        if STOP:
-            return print('stopped')
-    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
-    first = np.array(next(iter(times.values())))
-    for name, own in times.items():
-        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{name:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
-    return times
-
-def parse(argv):
-    """argv -> action, Config."""
-    p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
-        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
-        allow_abbrev=False)
-    p.error = lambda message: fail(f'{message} (see --help)')
-    p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags override them',
-                   default='t4' if torch.cuda.is_available() else 'tiny')
-    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
-    for f in fields(Config):
-        p.add_argument('--' + f.name.replace('_', '-'), '--' + f.name, help=argparse.SUPPRESS,
-                       **kinds.get(f.type, dict(type=f.type)))
-    given = vars(p.parse_args(argv))
-    action, preset = given.pop('action'), given.pop('preset')
-    print(f'preset  {preset}; by default t4 on a CUDA GPU, else tiny, as in README.md')
-    c = Config(**{**PRESETS[preset], **given})
-    if 'data' not in given and c.data != 'builtin' and not Path('data', c.data).exists():
-        print(f'note    no data/{c.data}, so built-in data; python prepare_data.py has a list')
-        c = replace(c, data='builtin')
-    return action, c
-
-def catch(number, frame):
-    """The first Ctrl-C or SIGTERM stops after the current step; the second kills."""
-    STOP.append(number)
-    signal.signal(number, signal.SIG_DFL)
-
-def main(argv=None):
-    """Do what the command line says -> the figures that came out."""
-    if RANK:
-        sys.stdout = open(os.devnull, 'w')
-    action, c = parse(argv)
-    device, _ = pick_device(c)
-    if WORLD > 1:
-        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    STOP.clear()
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        result = ACTIONS[action](c)
-    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
-        fail(error)
-    except RuntimeError as error:
-        if 'state_dict' in str(error):
-            fail(f'weights do not fit the model: {" ".join(str(error).split())[:200]}')
-        if 'memory' not in str(error):
-            raise
-        fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if WORLD > 1:
-            dist.destroy_process_group()
-    if STOP:
-        raise SystemExit(128 + STOP[0])
-    return result
-# --- end of tools
-
-# --- tools of this script alone
 def overlap(a, b):
     """Whether two boxes share at least 15 % of the smaller one."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
@@ -1204,7 +680,9 @@ class Shapes:
     """Drawings of one to four shapes, with boxes. They need no files and no network."""
     n: int     # drawings
     side: int  # pixels
-    classes = ['rectangle', 'disc', 'triangle']
+
+    def __post_init__(self):
+        self.classes = list(SHAPES)
 
     def __len__(self):
         return self.n
@@ -1214,12 +692,12 @@ class Shapes:
         rng = rng or stream('validation', row)
         boxes = []
         for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
-            for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):
+            for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):  # ten attempts
                 box = [*centre.tolist(), *size.tolist()]
                 if not any(overlap(box, other) for other in boxes):
                     boxes.append(box)
                     break
-        labels = torch.from_numpy(rng.integers(3, size=len(boxes)))
+        labels = torch.from_numpy(rng.integers(len(SHAPES), size=len(boxes)))
         boxes = torch.tensor(boxes)
         notes = []
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
@@ -1228,7 +706,7 @@ class Shapes:
         return SimpleNamespace(image_id=row + 1, original=(self.side, self.side), notes=notes,
                                labels=labels, boxes=boxes, noise=int(rng.integers(2 ** 32)))
 
-    def render(self, plan):
+    def draw(self, plan):
         """-> (3, H, W) float32, normalised."""
         rng = stream('pixels', plan.noise)
         grid = (np.arange(self.side, dtype=np.float32) + 0.5) / self.side
@@ -1237,16 +715,125 @@ class Shapes:
             x = (grid - cx) / w + 0.5  # 0 to 1 in the box
             y = ((grid - cy) / h + 0.5)[:, None]
             ink = rng.permutation([0.1, rng.random(), 0.9])
-            top = rng.uniform(0.2, 0.8)
-            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
-            if label == 1:
-                inside = (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25
-            elif label == 2:
-                inside &= (x >= top * (1 - y)) & (x <= 1 - (1 - top) * (1 - y))
+            tip = rng.uniform(0.2, 0.8)
+            box = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
+            inside = box & SHAPES[self.classes[label]](x, y, tip)
             image[:, inside] = ink[:, None]
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
+    def render(self, plans):
+        return [self.draw(plan) for plan in plans]  # threads would only wait for each other
+
+def resized(w, h, side, most=math.inf):
+    """Width and height, the shorter `side`, or less if the longer would exceed `most`."""
+    short, long = min(w, h), max(w, h)
+    side = max(1, round(min(side, most * short / long)))
+    long = int(side * long / short)
+    return (side, long) if w < h else (long, side)
+
+def read_photo(path, upright=False):
+    """Pillow's RGB image. COCO's boxes ignore EXIF rotation; `upright` applies it."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ImportError('photos need `pip install pillow`')
+    photo = Image.open(path)
+    return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
+
+def to_tensor(photo, size):
+    """Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
+    x = np.asarray(photo.resize(size, 2), np.float32)  # 2: bilinear
+    return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
+
+class CocoFolder:
+    """Photos and their annotations; row i is the i-th image by id."""
+    def __init__(self, folder, name, image_size):
+        path = folder / 'annotations' / f'instances_{name}.json'
+        self.photos = folder / name
+        self.image_size = image_size
+        self.annotations = defaultdict(list)
+        self.threads = ThreadPoolExecutor()
+        try:
+            data = json.loads(path.read_bytes())
+            names = {x['id']: x['name'] for x in data['categories']}
+            self.images = sorted(data['images'], key=lambda x: x['id'])
+            for note in data['annotations']:
+                self.annotations[note['image_id']].append(note)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            fail(f"{path} is no file of annotations in COCO's form: {error!r:.200}")
+        # labels are category ids, as in DETR, so some labels belong to no class
+        self.classes = [names.get(i, '') for i in range(max(names) + 1)]
+
+    def __len__(self):
+        return len(self.images)
+
+    def plan(self, row, rng=None):
+        """A row's plan; with a generator, after DETR's random flip and size. For render: size
+        (width, height) and flip; labels and boxes without crowds and what has no area."""
+        image = self.images[row]
+        w, h = image['width'], image['height']
+        side, flip = self.image_size, False
+        if rng is not None:
+            # [deviation] DETR first crops every other photo: left out, to stay short
+            flip = rng.random() < 0.5
+            side = round(self.image_size * rng.integers(15, 26) / 25)  # 480, 512, ..., 800
+        notes = self.annotations[image['id']]
+        objects = [note for note in notes if not note.get('iscrowd')]
+        labels = np.array([note['category_id'] for note in objects], dtype=np.int64)
+        boxes = np.array([note['bbox'] for note in objects], dtype=float).reshape(-1, 2, 2)
+        first, last = (np.stack([boxes[:, 0], boxes.sum(1)]) / (w, h)).clip(0, 1)  # (n, x y) each
+        boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
+        if flip:
+            boxes[:, 0] = 1 - boxes[:, 0]
+        kept = (last > first).all(1)
+        return SimpleNamespace(
+            image_id=image['id'], original=(h, w), notes=notes, flip=flip,
+            path=self.photos / image['file_name'],
+            size=resized(w, h, side, 5 * self.image_size // 3),  # DETR's 1333 for 800
+            labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
+
+    def read(self, plan):
+        x = to_tensor(read_photo(plan.path), plan.size)
+        return x.flip(2) if plan.flip else x
+
+    def render(self, plans):
+        return list(self.threads.map(self.read, plans))
+
+def coco_folder(c):
+    return Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
+
+def data_files(c):
+    """The files that a run is made from, which are part of its folder's name."""
+    files = [Path(c.init)] if c.init else []
+    if c.data != 'builtin':
+        folder = coco_folder(c)
+        files += [*folder.glob('annotations/instances_*'), *folder.glob('*2017/*')]
+    return files
+
+def load_data(c):
+    """c.data -> train and val: Shapes, or CocoFolder of a folder like COCO's, that is, train2017/
+    and val2017/ with photos and annotations/instances_train2017.json, ... Of a single split every
+    tenth photo is for evaluation."""
+    if c.data == 'builtin':
+        return SimpleNamespace(
+            train=Shapes(10 ** 6, c.image_size), val=Shapes(200, c.image_size),
+            about='drawn shapes, always new; expect AP near 0 for the first 500 steps or more')
+    folder = coco_folder(c)
+    names = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
+    if not names:
+        fail(f'--data {c.data}: no {folder}/train2017, val2017, annotations/instances_*.json; '
+             'python prepare_data.py coco makes data/coco, --parts 2 with train2017')
+    train = CocoFolder(folder, names[0], c.image_size)
+    val = CocoFolder(folder, names[-1], c.image_size)
+    if len(names) == 1:
+        val.images = train.images[::10]
+        del train.images[::10]
+    classes = len(train.classes) - train.classes.count('')
+    about = f'{folder}, {len(train):,} images of {classes} classes'
+    return SimpleNamespace(train=train, val=val, about=about)
+
+# --------------------------- matching, losses, average precision ---------------------------
 def assign(cost):
     """cost (n, m) -> rows, columns of the cheapest assignment. Rows are added one by one, each by
     the cheapest chain of changes that ends in a free column (Bellman-Ford)."""
@@ -1283,8 +870,87 @@ def match(cost):
     except ImportError:
         return assign(cost)
 
-IOUS = np.linspace(0.5, 0.95, 10)
-AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]
+def corners(boxes):
+    """Centre and size (..., 4) -> left, top, right, bottom."""
+    centre, size = boxes.chunk(2, -1)
+    return torch.cat([centre - size / 2, centre + size / 2], -1)
+
+def generalised_iou(a, b):
+    """IoU of boxes (..., 4), given as corners, minus the empty share of their hull; broadcasts."""
+    area = lambda low, high: (high - low).clamp_min(0).prod(-1)
+    a0, a1 = a.chunk(2, -1)
+    b0, b1 = b.chunk(2, -1)
+    both = area(torch.maximum(a0, b0), torch.minimum(a1, b1))
+    union = area(a0, a1) + area(b0, b1) - both
+    hull = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
+    return both / union.clamp_min(1e-30) - (hull - union) / hull.clamp_min(1e-30)
+
+@torch.no_grad()
+def match_batch(logits, boxes, targets, c):
+    """The cheapest pairing of queries with objects, for each image and layer separately.
+
+    logits (L, B, Q, K + 1), boxes (L, B, Q, 4) and targets, (labels, boxes) of each image ->
+    indices of layer, image, query and object; objects are numbered across the batch.
+    """
+    labels, true_boxes = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
+    boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
+    distance = (boxes - true_boxes).abs().sum(-1)  # (L, B, Q, T)
+    giou = generalised_iou(corners(boxes), corners(true_boxes))
+    cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - logits.softmax(-1)[..., labels]
+    cost = cost.nan_to_num().cpu()  # what is not finite shows in the loss
+    pairs = []
+    first = 0  # object of the image
+    for image, costs in enumerate(cost.split([len(labels) for labels, _ in targets], -1)):
+        for layer in range(len(cost)):
+            queries, objects = match(costs[layer, image].numpy())
+            pairs += [(layer, image, q, first + n) for q, n in zip(queries, objects)]
+        first += costs.size(-1)
+    return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
+
+def divisors(counts, c):
+    """What summed losses are divided by, given the number of objects in each image: weight_sum, of
+    class weights (object 1, no-object eos_coef), and num_boxes, at least 1."""
+    matched = sum(min(n, c.num_queries) for n in counts)
+    others = len(counts) * c.num_queries - matched
+    return matched + c.eos_coef * others, max(1, sum(counts))
+
+def set_loss(outputs, targets, c, weight_sum, num_boxes):
+    """DETR's loss, a number: cross-entropy, L1 distance and GIoU, summed over the decoder layers.
+
+    weight_sum and num_boxes (see divisors) are those of the whole step or, for one of its n parts,
+    an nth of them: so parts average to the whole.
+    """
+    layers = [outputs, *outputs['aux_outputs']]
+    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
+    boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
+    labels, true_boxes = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
+    layer, image, query, n = match_batch(logits, boxes, targets, c)
+    no_object = logits.size(-1) - 1
+    wanted = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
+    wanted[layer, image, query] = labels[n]
+    weight = torch.where(wanted == no_object, c.eos_coef, 1.0)
+    entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
+    matched, true_boxes = boxes[layer, image, query], true_boxes[n]  # (pairs, 4)
+    loss_ce = (weight * entropy).sum() / weight_sum
+    loss_bbox = (matched - true_boxes).abs().sum() / num_boxes
+    giou = generalised_iou(corners(matched), corners(true_boxes))
+    loss_giou = (1 - giou).sum() / num_boxes
+    return loss_ce + c.bbox_loss_coef * loss_bbox + c.giou_loss_coef * loss_giou
+
+@torch.no_grad()
+def post_process(outputs, sizes):
+    """Outputs and the (height, width) of each image -> for each image a list of (score, label,
+    [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest."""
+    scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)
+    boxes = corners(outputs['pred_boxes'])  # (B, Q, 4)
+    results = []
+    for i, (h, w) in enumerate(sizes):
+        pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
+        results.append(list(zip(scores[i].tolist(), labels[i].tolist(), pixels.tolist())))
+    return results
+
+IOUS = np.linspace(0.5, 0.95, 10)  # a box is right if it has this IoU with an object
+AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]  # of all, small, ...
 
 def coco_ap(ground_truth, detections):
     """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
@@ -1294,40 +960,48 @@ def coco_ap(ground_truth, detections):
     however gives -1 for nan and never matches annotation id 0.
     """
     notes = ground_truth['annotations']
-    classes = sorted({note['category_id'] for note in notes})
-    truth, found, rank = defaultdict(list), defaultdict(list), defaultdict(int)
+    categories = sorted({note['category_id'] for note in notes})
+    truth = defaultdict(list)  # the annotations of a category in an image
     for i, note in enumerate(notes):
         truth[note['category_id'], note['image_id']].append(i)
+    found = defaultdict(list)  # of each category, the surest first: rank in its image, area, IoUs
+    ranks = defaultdict(int)
     for x in sorted(detections, key=lambda x: (-x['score'], x['image_id'])):
         place = x['category_id'], x['image_id']
-        if rank[place] < 100:
-            w, h = x['bbox'][2:]
-            ious = [(iou(x, notes[i]), i) for i in truth[place]]
-            found[x['category_id']].append((rank[place], w * h, ious))
-        rank[place] += 1
+        if ranks[place] < 100:
+            ious = {i: iou(x, notes[i]) for i in truth[place]}
+            found[x['category_id']].append((ranks[place], x['bbox'][2] * x['bbox'][3], ious))
+        ranks[place] += 1
+
     areas = [note.get('area', note['bbox'][2] * note['bbox'][3]) for note in notes]
-    crowds = [note.get('iscrowd') for note in notes]
-    precision = np.full((4, 10, len(classes), 101), -1.0)  # (areas, IoUs, K, R)
-    recall = np.full((3, 4, 10, len(classes)), -1.0)  # (at most, ...)
+    crowds = [bool(note.get('iscrowd')) for note in notes]
+    precision = np.full((4, 10, len(categories)), np.nan)  # (areas, IoUs, K)
+    recall = np.full((3, 4, 10, len(categories)), np.nan)  # (detections per image, ...)
     for a, (low, high) in enumerate(AREAS):
         counts = [low <= area <= high and not crowd for area, crowd in zip(areas, crowds)]
-        for k, kind in enumerate(classes):
-            wanted = sum(one for one, note in zip(counts, notes) if note['category_id'] == kind)
+        for k, category in enumerate(categories):
+            wanted = sum(n for n, note in zip(counts, notes) if note['category_id'] == category)
             for t, threshold in enumerate(IOUS if wanted else []):
-                ranks, right = judge(found[kind], crowds, counts, threshold, low, high)
+                rank, right = right_or_wrong(found[category], counts, crowds, threshold, low, high)
+                precision[a, t, k] = average_precision(right, wanted)
                 for m, most in enumerate((1, 10, 100)):
-                    recall[m, a, t, k] = right[ranks < most].sum() / wanted
-                tp = right.cumsum()
-                p = tp / (np.arange(1, len(tp) + 1) + np.spacing(1))
-                p = np.maximum.accumulate(p[::-1])[::-1]  # never rises again
-                reached = np.searchsorted(tp / wanted, np.linspace(0, 1, 101))
-                precision[a, t, k] = np.append(p, 0)[reached]  # 0 for what is never reached
+                    recall[m, a, t, k] = right[rank < most].sum() / wanted
     figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
                    APs=precision[1], APm=precision[2], APl=precision[3],
                    AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
                    ARs=recall[2, 1], ARm=recall[2, 2], ARl=recall[2, 3])
-    return {name: float(x[x > -1].mean()) if (x > -1).any() else math.nan
-            for name, x in figures.items()}
+    for name, x in figures.items():
+        figures[name] = math.nan if np.isnan(x).all() else float(np.nanmean(x))
+    return figures
+
+def average_precision(right, wanted):
+    """Detections, the surest first, True where right, and how many there are to find -> the mean
+    of the precision at 101 recalls, 0 to 1."""
+    hits = right.cumsum()
+    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))
+    precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
+    reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
+    return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 def iou(found, true):
     """Of two boxes; where the second is a crowd, the share of the first that is in it."""
@@ -1339,113 +1013,43 @@ def iou(found, true):
     union = w * h if true.get('iscrowd') else w * h + W * H - both
     return both / max(union, 1e-99)
 
-def judge(found, crowds, counts, threshold, low, high):
-    """Boxes of one class, the surest first -> of those that count: their ranks, and 1 where one is
-    right, that is, has a true box for itself."""
+def right_or_wrong(found, counts, crowds, threshold, low, high):
+    """Detections of one category, the surest first -> of those that count: their ranks, and whether
+    each is right, that is, has an annotation for itself."""
     taken, verdicts = set(), []
     for rank, area, ious in found:
-        fits = [(counts[i], iou, i) for iou, i in ious if iou >= threshold and i not in taken]
-        if fits:
-            counted, _, best = max(fits)  # true boxes that count come first
+        fits = [i for i, iou in ious.items() if iou >= threshold and i not in taken]
+        if fits:  # annotations that count come first, then the highest IoU, then the last one
+            best = max(fits, key=lambda i: (counts[i], ious[i], i))
             if not crowds[best]:  # a crowd is there for many
                 taken.add(best)
-        else:
-            counted = low <= area <= high
-        if counted:
+        if counts[best] if fits else low <= area <= high:
             verdicts.append((rank, bool(fits)))
     return np.array(verdicts, dtype=int).reshape(-1, 2).T
 
-def resized(w, h, side, most=math.inf):
-    """Width and height, the shorter `side`, or less if the longer would exceed `most`."""
-    short, long = min(w, h), max(w, h)
-    side = max(1, round(min(side, most * short / long)))
-    long = int(side * long / short)
-    return (side, long) if w < h else (long, side)
+# ------------------------------------ training ------------------------------------
+# What the loop below knows of boxes: these names and functions.
+METRIC = 'AP'         # best.pt and `compare --best` go by this validation figure:
+BETTER = max          # higher is better
+RESULTS = ['AP', 'AP50', 'AP75', 'APs', 'APm', 'APl']  # what `compare` tabulates at the end
+LABELS = {'loss': 'training loss', 'AP': 'average precision, 0 to 1',
+          'seconds': 'seconds of training steps'}  # of pictures' axes
 
-class CocoFolder:
-    """Photos and their annotations; row i is the i-th image by id."""
-    def __init__(self, folder, name, image_size):
-        path = folder / 'annotations' / f'instances_{name}.json'
-        self.photos = folder / name
-        self.image_size = image_size
-        self.annotations = defaultdict(list)
-        try:
-            data = json.loads(path.read_bytes())
-            names = {x['id']: x['name'] for x in data['categories']}
-            self.images = sorted(data['images'], key=lambda x: x['id'])
-            for note in data['annotations']:
-                self.annotations[note['image_id']].append(note)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            fail(f"{path} is no file of annotations in COCO's form: {error!r:.200}")
-        # labels are category ids, as in DETR, so some labels belong to no class
-        self.classes = [names.get(i, '') for i in range(max(names) + 1)]
-
-    def __len__(self):
-        return len(self.images)
-
-    def plan(self, row, rng=None):
-        """A row's plan; with a generator, after DETR's random flip and size. For render: size
-        (width, height) and flip; labels and boxes without crowds and what has no area."""
-        image = self.images[row]
-        w, h = image['width'], image['height']
-        side, flip = self.image_size, False
-        if rng is not None:
-            # [deviation] DETR first crops every other photo: left out, to stay short
-            flip = rng.random() < 0.5
-            side = round(self.image_size * rng.integers(15, 26) / 25)  # 480, 512, ..., 800
-        notes = self.annotations[image['id']]
-        things = [note for note in notes if not note.get('iscrowd')]
-        labels = np.array([note['category_id'] for note in things], dtype=np.int64)
-        boxes = np.array([note['bbox'] for note in things], dtype=float).reshape(-1, 2, 2)
-        first, last = (np.stack([boxes[:, 0], boxes.sum(1)]) / (w, h)).clip(0, 1)  # (n, x y) each
-        boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
-        if flip:
-            boxes[:, 0] = 1 - boxes[:, 0]
-        kept = (last > first).all(1)
-        return SimpleNamespace(
-            image_id=image['id'], original=(h, w), notes=notes, flip=flip,
-            path=self.photos / image['file_name'],
-            size=resized(w, h, side, 5 * self.image_size // 3),  # DETR's 1333 for 800
-            labels=torch.from_numpy(labels[kept]), boxes=torch.from_numpy(boxes[kept]).float())
-
-    def render(self, plan):
-        """A plan's photo, normalised (3, H, W)."""
-        x = to_tensor(read_photo(plan.path), plan.size)
-        return x.flip(2) if plan.flip else x
-
-def read_photo(path, upright=False):
-    """Pillow's RGB image. COCO's boxes ignore EXIF rotation; `upright` applies it."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ImportError('photos need `pip install pillow`')
-    photo = Image.open(path)
-    return (ImageOps.exif_transpose(photo) if upright else photo).convert('RGB')
-
-def to_tensor(image, size):
-    """Pillow's image, resized to (width, height) -> (3, H, W), normalised."""
-    x = np.asarray(image.resize(size, 2), np.float32)  # 2: bilinear
-    return torch.from_numpy((x.transpose(2, 0, 1) / 255 - MEAN) / STD)
-
-def load_coco(folder, image_size):
-    """Train and val of a folder like COCO's: train2017/, val2017/ with photos and annotations/
-    instances_train2017.json, ...; of a single split every tenth photo is for evaluation."""
-    names = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
-    if not names:
-        fail(f'{folder} is not detection data; it needs train2017/, val2017/ and annotations/'
-             'instances_train2017.json, ...; try python prepare_data.py coco, or --data builtin')
-    train = CocoFolder(folder, names[0], image_size)
-    val = CocoFolder(folder, names[-1], image_size)
-    if len(names) == 1:
-        val.images = train.images[::10]
-        del train.images[::10]
-    return train, val
+def make_model(c, data):
+    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
+    if data:
+        c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
+    model = DETR(c)
+    if c.init and data:
+        load_weights(model, c.init)
+    return model
 
 def load_weights(model, path):
     """Fill `model` from a checkpoint of this script, of DETR or of torchvision's ResNet-50, as far
     as it fits, and say what does not: attention that is replaced, or classes of other data."""
     if not Path(path).exists():
-        fail(f'--init {path}: no such file; python prepare_data.py lists what there is')
+        fail(f'--init {path}: no such file; python prepare_data.py detr-r50, or resnet50, makes '
+             'those of the presets')
     state = load_checkpoint(path, own=False)
     state = state.get('model', state)
     if 'layer4.0.conv1.weight' in state:
@@ -1458,64 +1062,213 @@ def load_weights(model, path):
     fresh = sorted({key.split('.layers')[0] for key in missing})
     print(f'init    {path}: {len(fits)} tensors of {len(own)}; fresh: {", ".join(fresh) or "none"}')
 
-class FrozenBatchNorm2d(nn.Module):
-    """Batch norm whose four vectors never change."""
-    def __init__(self, channels):
-        super().__init__()
-        for name, value in dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0).items():
-            self.register_buffer(name, torch.full((channels,), value))
+def make_optimizer(model, c):
+    """AdamW on everything, as DETR has it; the backbone has a rate of its own."""
+    rest = [p for name, p in model.named_parameters() if not name.startswith('backbone')]
+    groups = [dict(params=rest, lr=c.learning_rate),
+              dict(params=model.backbone.parameters(), lr=c.learning_rate * c.lr_backbone)]
+    return torch.optim.AdamW(groups, weight_decay=c.weight_decay)
 
-    def forward(self, x):
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+def collate(images, device):
+    """Images (3, h, w) -> a batch (B, 3, H, W), zeros at right and bottom, and a mask (B, H, W),
+    True there, or None where nothing is padded."""
+    _, H, W = np.max([x.shape for x in images], axis=0)
+    batch = torch.zeros(len(images), 3, H, W)
+    mask = torch.ones(len(images), H, W, dtype=torch.bool)
+    for i, x in enumerate(images):
+        _, h, w = x.shape
+        batch[i, :, :h, :w] = x
+        mask[i, :h, :w] = False
+    return batch.to(device), mask.to(device) if mask.any() else None
 
-class Bottleneck(nn.Module):
-    def __init__(self, inside, width, stride):
-        super().__init__()
-        outside = 4 * width
-        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
-        self.bn1 = FrozenBatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = FrozenBatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
-        self.bn3 = FrozenBatchNorm2d(outside)
-        self.downsample = nn.Identity() if inside == outside else nn.Sequential(
-            nn.Conv2d(inside, outside, 1, stride, bias=False), FrozenBatchNorm2d(outside))
+def load_batch(dataset, plans, device):
+    """Plans -> images, mask (see collate) and targets, (labels, boxes) of each image."""
+    targets = [(plan.labels.to(device), plan.boxes.to(device)) for plan in plans]
+    return *collate(dataset.render(plans), device), targets
 
-    def forward(self, x):
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+@functools.lru_cache(2)
+def shuffled(seed, epoch, n):
+    return stream('shuffle', seed, epoch).permutation(n)
 
-class ResNet50(nn.Sequential):
-    """torchvision's keys. As in DETR, its first layers never learn."""
-    channels = 2048
+def get_batch(data, c, step, micro, device):
+    """This process's share of a micro-batch, a function of seed and step: what load_batch makes of
+    it, and an even share of the whole step's divisors, which follow from plans alone."""
+    n = c.batch_size * c.grad_accum_steps
+    plans = []
+    for i in range(n):
+        epoch, place = divmod(step * n + i, len(data.train))
+        row = int(shuffled(c.seed, epoch, len(data.train))[place])
+        plans.append(data.train.plan(row, stream('train', c.seed, step, i)))
+    weight_sum, num_boxes = divisors([len(plan.labels) for plan in plans], c)
+    first = micro * c.batch_size
+    plans = plans[first + RANK:first + c.batch_size:WORLD]
+    parts = c.grad_accum_steps * WORLD
+    return *load_batch(data.train, plans, device), weight_sum / parts, num_boxes / parts
 
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn1 = FrozenBatchNorm2d(64)
-        self.relu = nn.ReLU()
-        self.maxpool = nn.MaxPool2d(3, 2, 1)
-        inside = 64
-        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
-            stage = nn.Sequential()
-            for j in range(blocks):
-                stage.append(Bottleneck(inside, width, stride=2 if i > 1 and j == 0 else 1))
-                inside = 4 * width
-            self.add_module(f'layer{i}', stage)
-        self.conv1.requires_grad_(False)
-        self.layer1.requires_grad_(False)
+def loss_of(model, batch, c):
+    images, mask, targets, weight_sum, num_boxes = batch
+    return set_loss(model(images, mask), targets, c, weight_sum, num_boxes)
 
-def draw_images(path, panels, c):
-    """A picture of panels, four in a row: (pixels (H, W, 3), [(score, label, box) to draw])."""
+@torch.no_grad()
+def evaluate(model, data, c, device):
+    """On validation images: loss, and the six kinds of AP."""
+    plans = [data.val.plan(row) for row in range(len(data.val))[:c.eval_rows or None]]
+    weight_sum, num_boxes = divisors([len(plan.labels) for plan in plans], c)
+    loss, truth, found = 0.0, [], []
+    for i in range(0, len(plans), c.batch_size):
+        some = plans[i:i + c.batch_size]
+        images, mask, targets = load_batch(data.val, some, device)
+        outputs = model(images, mask)
+        loss += set_loss(outputs, targets, c, weight_sum, num_boxes).item()
+        results = post_process(outputs, [plan.original for plan in some])
+        for plan, boxes in zip(some, results):
+            truth += plan.notes
+            for score, label, (x0, y0, x1, y1) in boxes:
+                box = [x0, y0, x1 - x0, y1 - y0]
+                found.append(dict(image_id=plan.image_id, category_id=label, score=score, bbox=box))
+    figures = coco_ap(dict(annotations=truth), found)
+    return dict(val_loss=loss, **{name: figures[name] for name in RESULTS})
+
+def finish(model, data, c, device, folder):
+    """What is measured once, when training is over: here nothing."""
+    return {}
+
+# --- training loop (identical in all four scripts; test_all.py checks)
+def schedule(step, c):
+    """Factor on the learning rate in a step, counted from 0."""
+    if step < c.warmup_iters:
+        return (step + 1) / (c.warmup_iters + 1)
+    left = c.max_iters - step
+    if c.schedule == 'cosine':
+        done = 1 - left / (c.max_iters - c.warmup_iters)
+        return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    if c.schedule == 'trapezoid':
+        return min(1.0, left / max(1, c.warmdown_iters))
+    return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
+
+def update(net, batches, c, optimizer, scaler, autocast):
+    """One optimiser step on the micro-batches together -> loss, norm of the gradients."""
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for batch in batches:
+        with autocast:
+            loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
+        scaler.scale(loss).backward()
+        total += loss.detach()
+    if WORLD > 1:  # sums over the processes
+        for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
+            dist.all_reduce(tensor)
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
+    scaler.step(optimizer)  # in float16: not where gradients overflowed
+    scaler.update()
+    return total.item(), norm.item()
+
+def train(c, folder=None, data=None):
+    """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
+
+    It yields before the first step and after each, with the step's clipped gradients still there;
+    log is a list of dicts of figures. Batch and dropout of a step follow from seed and step number,
+    so a run that was stopped goes on from its last checkpoint, in folder, bit for bit.
+    """
+    device, dtype = pick_device(c)
+    mark = identity(c, data)
+    if data is None:
+        data = load_data(c)
+    torch.manual_seed(c.seed)  # for parameters of your own
+    model = make_model(c, data).to(device)
+    optimizer = make_optimizer(model, c)
+    peak_lrs = [group['lr'] for group in optimizer.param_groups]
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
+          f'data    {getattr(data, "about", "handed in")}\n'
+          f'folder  {folder or "none: nothing is kept"}')
+    if c.warmup_iters >= c.max_iters > 0:
+        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
+
+    # go on where a run stopped
+    start, seconds, skipped, log = 0, 0.0, 0, []
+    if folder and Path(folder, 'ckpt.pt').exists() and not c.fresh:
+        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
+        if saved['identity'] != mark and not c.reuse:
+            fail(f'{folder} holds a run of other settings, code or data: name another folder')
+        model.load_state_dict(saved['model'])
+        optimizer.load_state_dict(saved['optimizer'])
+        scaler.load_state_dict(saved['scaler'])
+        start, seconds, skipped, log = saved['progress']
+        state = 'is finished' if start == c.max_iters else f'goes on from step {start}'
+        print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
+    if folder and RANK == 0 and start < c.max_iters:
+        write_origin(c, folder, model)
+
+    def keep(name):
+        if folder and RANK == 0:
+            save_checkpoint(Path(folder, name), dict(
+                model=model.state_dict(), optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(), config=asdict(model.config), identity=mark,
+                progress=(step, seconds, skipped, log)))
+            write_csv(Path(folder, 'log.csv'), log)
+
+    net = torch.compile(model) if c.compile else model
+    losses = []  # since the last evaluation
+    for step in range(start, c.max_iters + 1):
+        last_step = step == c.max_iters
+
+        # evaluate before the first step, every eval_interval steps, and after the last one
+        if (last_step or step % c.eval_interval == 0) and (not log or log[-1]['step'] < step):
+            row = dict(step=step, seconds=seconds)
+            if losses:
+                row['loss'] = sum(losses) / len(losses)
+            with autocast:
+                row.update(evaluate(model.eval(), data, c, device))
+            log.append(row)
+            if row[METRIC] == BETTER(row[METRIC] for row in log):
+                keep('best.pt')
+            if last_step:
+                if WORLD > 1:
+                    dist.barrier()  # until best.pt is there
+                row.update(finish(model, data, c, device, folder))
+                if dtype == torch.float16:
+                    row['skipped'] = skipped  # steps whose gradients overflowed
+            keep('ckpt.pt')
+            print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
+            losses = []
+        yield step, model, log
+        if last_step:
+            return
+
+        # one step on batches that follow from seed and step number
+        clock = time.time()
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
+        for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
+            group['lr'] = peak_lr * schedule(step, c)
+        batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
+        loss, norm = update(net.train(), batches, c, optimizer, scaler, autocast)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.get_scale() > 1):
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
+                                     'try a lower --learning-rate, or look at an edited formula')
+        skipped += not math.isfinite(norm)
+        losses.append(loss)
+        seconds += time.time() - clock
+        if (step + 1) % c.log_interval == 0:
+            pace = seconds / (step + 1)
+            print(f'step {step + 1}/{c.max_iters}, loss {loss:.4f}, {1000 * pace:.0f} ms a step, '
+                  f'{(c.max_iters - step - 1) * pace / 60:.1f} min left', flush=True)
+# --- end of training loop
+
+# ------------------------------------ report, detect, inspect ------------------------------------
+def draw_images(path, panels, c, title=''):
+    """A picture of panels, four in a row: title, pixels (H, W, 3), [(score, label, box) to draw]."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'no {path.name}: pictures need `pip install matplotlib`')
     across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
-    picture = Figure(figsize=(4 * across, 4 * down), layout='tight')
-    for i, (pixels, found) in enumerate(panels):
-        axis = picture.add_subplot(down, across, i + 1)
+    picture = Figure(figsize=(4 * across, 4 * down + 0.5), layout='constrained')
+    picture.suptitle(title)
+    for i, (name, pixels, found) in enumerate(panels):
+        axis = picture.add_subplot(down, across, i + 1, title=name)
         axis.imshow(pixels)
         axis.axis('off')
         for score, label, (x0, y0, x1, y1) in sorted(found):  # the surest on top
@@ -1531,31 +1284,35 @@ def pixels_of(image):
     """Normalised (3, H, W) -> (H, W, 3), 0 to 1."""
     return (image.cpu().numpy() * STD + MEAN).clip(0, 1).transpose(1, 2, 0)
 
+def model_input(photo, c):
+    """Pillow's image -> (3, H, W), in the size that the model takes."""
+    return to_tensor(photo, resized(*photo.size, c.image_size, 5 * c.image_size // 3))
+
+def chance(plans):
+    """A yardstick: what each image's objects get as the answer for the next image."""
+    truth, guesses = [], []
+    for plan, other in zip(plans, plans[1:] + plans[:1]):
+        truth += plan.notes
+        guesses += [dict(note, image_id=other.image_id, score=1.0) for note in plan.notes]
+    return coco_ap(dict(annotations=truth), guesses)
+
 @torch.no_grad()
 def report(c, model, log):
-    """What came out, and some detections."""
-    print('result  AP {AP:.3f}, AP50 {AP50:.3f}'.format(**log[-1])
-          + '; --cross-attention softmax is the baseline')
-    images, batch, mask = some_images(c, 4)
-    outputs = model.eval()(batch, mask)
+    """What came out: a text, and yardsticks {name: AP}; and a picture of some detections."""
+    val = load_data(c).val
+    plans = [val.plan(row) for row in range(len(val))[:c.eval_rows or 1000]]
+    images = val.render(plans[:4])
+    outputs = model.eval()(*collate(images, pick_device(c)[0]))
     panels = []
     for image, found in zip(images, post_process(outputs, [image.shape[1:] for image in images])):
-        panels.append((pixels_of(image), [one for one in found if one[0] >= c.threshold]))
-    draw_images(run_folder(c) / 'detections.png', panels, model.config)
-
-def some_images(c, n):
-    """--images, or else n validation images -> a list of (3, H, W), and as a batch."""
-    if c.images:
-        images = [see(read_photo(path, upright=True), c) for path in c.images]
-    else:
-        data = load_data(c)
-        images = [data.val.render(plan) for plan in data.plans[:n]]
-    batch, mask, _ = collate([], images, pick_device(c)[0])
-    return images, batch, mask
-
-def see(photo, c):
-    """Pillow's image -> what the model sees of it, (3, H, W)."""
-    return to_tensor(photo, resized(*photo.size, c.image_size, 5 * c.image_size // 3))
+        panels.append(('', pixels_of(image), [one for one in found if one[0] >= c.threshold]))
+    draw_images(run_folder(c) / 'detections.png', panels, model.config,
+                f'scores above {c.threshold}; DETR does not suppress duplicates')
+    guess = chance(plans)
+    return ('result  AP {AP:.3f}, AP50 {AP50:.3f}; '.format(**log[-1])
+            + "another image's objects get {AP:.3f}, {AP50:.3f}\n".format(**guess)
+            + '        --cross-attention softmax trains the baseline',
+            {"another image's objects": guess['AP']})
 
 @torch.no_grad()
 def detect(c):
@@ -1563,18 +1320,20 @@ def detect(c):
     if not c.images:
         fail('detect needs --images PHOTO')
     c, model = load_run(c)
+    print('classes', ', '.join(name for name in c.classes if name))
     answers = {}
     for path in c.images:
         photo = read_photo(path, upright=True)
-        outputs = model(see(photo, c)[None].to(pick_device(c)[0]))
+        image = model_input(photo, c)
+        outputs = model(image[None].to(pick_device(c)[0]))
         found = sorted(post_process(outputs, [photo.size[::-1]])[0], reverse=True)
         found = [one for one in found if one[0] >= c.threshold]
         answers[path] = [(c.classes[label], score, box) for score, label, box in found]
         print(f'{path}: {len(found)} found; score, class, left, top, right, bottom in pixels')
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
-        picture = Path(c.out_dir, SCRIPT, f'{Path(path).stem}-found.png')
-        draw_images(picture, [(np.asarray(photo), found)], c)
+        panels = [('what the model sees', pixels_of(image), []), ('', np.asarray(photo), found)]
+        draw_images(Path(c.out_dir, SCRIPT, f'{Path(path).stem}-found.png'), panels, c)
     return answers
 
 @torch.no_grad()
@@ -1582,7 +1341,12 @@ def inspect_run(c):
     """Where the decoder of a run looks (OA's Fig. 1), and how sparsely: in --images, or else in
     validation images."""
     c, model = load_run(c)
-    images, batch, mask = some_images(c, 8)
+    if c.images:
+        images = [model_input(read_photo(path, upright=True), c) for path in c.images]
+    else:
+        val = load_data(c).val
+        images = val.render([val.plan(row) for row in range(min(8, len(val)))])
+    batch, mask = collate(images, pick_device(c)[0])
     calls = []  # of the decoder's attention: module and arguments
     for module in model.transformer.decoder.modules():
         if isinstance(module, MultiheadAttention):
@@ -1602,21 +1366,488 @@ def inspect_run(c):
                          attention=module.kind, nonzero=nonzero.mean().item(),
                          top=top.mean().item()))
         print('{layer:10}{attention:22}{nonzero:10.1f}{top:10.3f}'.format(**rows[-1]))
-    folder = Path(c.run or Path(c.out_dir, SCRIPT, 'last').read_text())
+    out = Path(c.out_dir, SCRIPT)
+    folder = Path(c.run or out / (out / 'last').read_text())
     write_csv(folder / 'inspect.csv', rows)
     grid = model.encode(batch, mask)[3]
+    panels = []  # x is now that of the last layer's cross-attention
     found = post_process(outputs, [image.shape[1:] for image in images])
-    panels = []
-    for image, boxes, weights in zip(batch[:4], found, x.abs().mean(1)):  # weights (Q, N)
-        surest = sorted(zip(boxes, weights), key=lambda pair: pair[0], reverse=True)
-        for box, weight in surest[:4]:
+    for image, boxes, weights in zip(batch[:4], found, x.abs()):  # weights (nh, Q, N)
+        best = max(range(len(boxes)), key=lambda query: boxes[query][0])
+        for head, weight in enumerate(weights[:, best]):
             light = F.interpolate(weight.view(1, 1, *grid), batch.shape[2:])[0, 0]
             light = 0.25 + 0.75 * light / light.max().clamp_min(1e-12)
-            panels.append((pixels_of(image) * light.cpu().numpy()[..., None], [box]))
-    draw_images(folder / 'attention.png', panels, c)
+            panels.append((f'layer {rows[-1]["layer"]}, head {head}',
+                           pixels_of(image) * light.cpu().numpy()[..., None], [boxes[best]]))
+    draw_images(folder / 'attention.png', panels, c, 'where the query of the surest box looks')
     return rows
 
-ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
+def bench_layer(c):
+    """Cost of one layer of cross-attention, as large as DETR-R50's: 100 queries and 850 tokens of
+    256 channels, 8 heads. OA wants fewer weights to move, and pays with computation."""
+    device, _ = pick_device(c)
+    x, tokens = [torch.randn(1, n, 256, device=device, requires_grad=True) for n in (100, 850)]
+    for name, case in cases_of(replace(c, hidden_dim=256, nheads=8)).items():
+        layer = MultiheadAttention(case, case.cross_attention).to(device)
+        init_weights(layer, c.seed)
+        kept, times = [], []  # tensors that autograd keeps
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+            layer(x, tokens, tokens)
+        storages = [y.untyped_storage() for y in kept]  # views share one
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        for _ in range(c.rounds + 2):  # two to warm up
+            clock = time.perf_counter()
+            with torch.no_grad():
+                layer(x, tokens, tokens).sum().item()  # waits for a GPU
+            times.append(time.perf_counter() - clock)
+        print(f'{name:24}{1000 * np.median(times[2:]):9.2f} ms forward, {count(layer):8,} weights, '
+              f'{sum(sizes.values()) / 2 ** 20:8.2f} MiB kept for the backward pass')
+
+# ------------------------------------ tools ------------------------------------
+# --- tools (identical in all four scripts; test_all.py checks)
+SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
+
+def count(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+def show(row):
+    """The figures of a row of a log, as text, but those of single layers (0.mh)."""
+    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
+                     if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
+
+def pick_device(c):
+    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
+    if name == 'auto':  # mps is untested: check against --device cpu
+        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if name.partition(':')[0] not in ('cpu', 'cuda', 'mps') or name.startswith('cuda') and not cuda:
+        fail(f'--device {name}: PyTorch finds no such device here')
+    if name == 'cuda':
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    if name.startswith('cuda'):
+        torch.cuda.set_device(name)
+    if dtype == 'auto':
+        dtype = 'float32'
+        if name.startswith('cuda'):
+            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
+    torch.set_num_threads(c.threads or torch.get_num_threads())
+    return torch.device(name), getattr(torch, dtype)
+
+# -------- files
+def save_checkpoint(path, state):
+    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
+    torch.save(dict(state, script=SCRIPT), buffer)
+    path.with_suffix('.part').write_bytes(buffer.getvalue())
+    os.replace(path.with_suffix('.part'), path)
+
+def load_checkpoint(path, own=True):
+    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
+    try:
+        saved = torch.load(path, map_location='cpu', weights_only=True)
+        if own and saved['script'] != SCRIPT:
+            raise ValueError(f'{saved["script"]}.py wrote it')
+        return saved
+    except Exception as error:  # PyTorch raises half a dozen kinds
+        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
+
+def write_csv(path, rows):
+    if RANK:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'w', newline='') as file:
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+        writer.writeheader()
+        writer.writerows(rows)
+
+def read_csv(path):
+    """-> a dict for each row, with numbers where they are numbers."""
+    def number(text):
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    with open(path, newline='') as file:
+        return [{key: number(text) for key, text in row.items() if text}
+                for row in csv.DictReader(file)]
+
+def draw(path, logs, panels, levels={}, results={}):
+    """A panel for each (x, y) or (x, y, second y), with a line per log; logs is {label: [log, ...]}.
+    levels {label: y} are yardsticks beside METRIC; results {label: (figure, half its interval)}."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print(f'no {path.name}: pictures need `pip install matplotlib`')
+    if RANK:
+        return
+    n = len(panels) + bool(results)
+    picture = Figure(figsize=(5 * n, 4), layout='tight')
+    axes = picture.subplots(1, n, squeeze=False)[0]
+    for axis, (x, *names) in zip(axes, panels):
+        for i, (label, runs) in enumerate(logs.items()):
+            axis.plot([], [], f'C{i}.-', label=label)
+            for log, (name, line) in itertools.product(runs, zip(names, ('-', '--'))):
+                rows = [row for row in log if name in row and row.get('step') != 0]  # 0: far off
+                axis.plot([row[x] for row in rows], [row[name] for row in rows], f'C{i}.{line}')
+        for label, y in levels.items() if METRIC in names else ():
+            axis.axhline(y, color='grey', linestyle=':', label=label)
+        axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
+                 title=', dashed: '.join(names))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    for i, (label, (figure, half)) in enumerate(results.items()):
+        axes[-1].errorbar(figure, -i, xerr=half, fmt=f'C{i}o', label=label)
+        axes[-1].set(title=f'{RESULTS[0]}: difference from the first, its interval', yticks=[])
+        axes[-1].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path)
+    print(f'picture {path}')
+
+# -------- what names a run
+def settings(c):
+    """The fields above `device`: what tells one run from another."""
+    names = [f.name for f in fields(c)]
+    return {name: getattr(c, name) for name in names[:names.index('device')]}
+
+def sources():
+    """The text of this script, and of the notebook cells that put functions of theirs into it."""
+    values = [x for x in globals().values() if getattr(x, '__module__', '') == '__main__']
+    for table in ('ATTENTION', 'READINGS', 'KINDS', 'SHAPES'):
+        values += globals().get(table, {}).values()
+    for kind in [x for x in values if isinstance(x, type) and x is not Config]:
+        values += vars(kind).values()
+    values = [inspect.unwrap(x) for x in values]  # of torch.no_grad, for one
+    files = {x.__code__.co_filename for x in values if hasattr(x, '__code__')}
+    return sorted({SOURCE, *(''.join(linecache.getlines(file)) for file in files)} - {''})
+
+def checksum(x):
+    """Of numbers or bytes by what they hold, of all else by how it prints."""
+    if isinstance(x, (list, tuple)):
+        return zlib.crc32(repr([checksum(part) for part in x]).encode())
+    if isinstance(x, (np.ndarray, torch.Tensor)) and np.asarray(x).dtype.kind in 'biuf':
+        return zlib.crc32(np.ascontiguousarray(x))
+    return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
+
+def run_name(c, dtype=None):
+    """VARIANT-sSEED-SETTINGS: the last a checksum of c's settings with the dtype in use."""
+    facts = {**settings(c), 'dtype': dtype or str(pick_device(c)[1])[6:]}
+    return f'{c.variant}-s{c.seed}-{checksum(facts):08x}'
+
+def identity(c, data=None):
+    """run_name and a checksum of the script and the data: files, or what was handed to train."""
+    paths = [path for path in data_files(c) if path.is_file()] if data is None else []
+    small = sum(path.stat().st_size for path in paths) < 2 ** 28
+    content = [path.read_bytes() if small else (path.name, path.stat().st_size) for path in paths]
+    if data is not None:
+        content = [*vars(data).items()]
+    return f'{run_name(c)}-{checksum([sources(), content]):08x}'
+
+def run_folder(c, data=None):
+    """out/SCRIPT/VARIANT-sSEED-SETTINGS-CODE: any change of settings, code or data trains anew.
+    --reuse takes the newest finished run of these settings, whatever has been edited since."""
+    out = Path(c.out_dir, SCRIPT)
+    folder = out / identity(c, data)
+    logs = sorted(out.glob(run_name(c) + '-*/log.csv'), key=os.path.getmtime, reverse=True)
+    for log in logs if c.reuse else ():
+        if read_csv(log)[-1]['step'] == c.max_iters:
+            if log.parent != folder:
+                print(f'note    --reuse takes {log.parent}: code or data have changed since')
+            return log.parent
+    others = [dtype for dtype in ('float32', 'bfloat16', 'float16') if not logs
+              and any(out.glob(run_name(c, dtype) + '-*/log.csv'))]
+    if others:
+        print(f'note    a run of these settings exists in {others[0]}; this one is another')
+    return folder
+
+def write_origin(c, folder, model):
+    """config.json: what a person, or a row of runs.csv, has to know of a run."""
+    device, dtype = pick_device(c)
+    machine = platform.processor() or platform.machine()
+    if device.type == 'cuda':
+        machine = f'cuda {torch.cuda.get_device_capability()}'
+    elif Path('/proc/cpuinfo').exists():  # Linux
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        machine = next((x.partition(': ')[2] for x in lines if x.startswith('model name')), machine)
+    blob = SOURCE.encode()
+    blob = hashlib.sha1(b'blob %d\0' % len(blob) + blob).hexdigest()  # git's name for the script
+    origin = dict(settings(c), dtype=str(dtype)[6:], script=blob, parameters=count(model),
+                  torch=torch.__version__, python=platform.python_version(), machine=machine)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, 'config.json').write_text(json.dumps(origin, indent=1), 'utf-8')
+
+# -------- train
+def load_run(c):
+    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
+    out = Path(c.out_dir, SCRIPT)
+    if not c.run and not (out / 'last').exists():
+        fail(f'no run in {out}: train first, or name a folder with --run')
+    saved = load_checkpoint(Path(c.run or out / (out / 'last').read_text(), 'best.pt'))
+    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
+    model = make_model(c, None).to(pick_device(c)[0])
+    model.load_state_dict(saved['model'])
+    return c, model.eval()
+
+def train_to_end(c, folder):
+    """Train as far as the run in folder is not yet -> model, log."""
+    log = []
+    try:
+        for step, model, log in train(c, folder):
+            pass
+    except KeyboardInterrupt:
+        step = f' from step {log[-1]["step"]}' if log else ''
+        raise KeyboardInterrupt(f'the same command goes on{step}')
+    return model, log
+
+def train_and_report(c):
+    folder = run_folder(c)
+    model, log = train_to_end(c, folder)
+    result = folder / 'result.txt'
+    if RANK == 0:
+        if c.fresh or not result.exists():
+            text, levels = report(c, model, log)
+            panels = [('step', 'loss'), ('step', METRIC)]
+            draw(folder / 'curves.png', {c.variant: [log]}, panels, levels)
+            result.write_text(text, 'utf-8')
+        (folder.parent / 'last').write_text(folder.name)  # for load_run
+        print(result.read_text('utf-8'))
+    return dict(log[-1], log=log, folder=folder)
+
+# -------- compare
+def cases_of(c):
+    """{name: Config}, the baseline first: rows of --table, every combination of --over FIELD=A,B,
+    or both crossed."""
+    types = {f.name: f.type for f in fields(c)}
+    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
+    for spec in c.over:
+        field, _, values = spec.partition('=')
+        if types.get(field, list) is list or not values:
+            fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
+        crossed = {}
+        for (name, case), text in itertools.product(cases.items(), values.split(',')):
+            try:
+                value = text.lower() == 'true' if types[field] is bool else types[field](text)
+            except ValueError:
+                fail(f'--over {spec}: {text} is no {types[field].__name__}')
+            crossed[f'{name} {text}'.strip()] = {**case, field: value}
+        cases = crossed
+    cases = {name: replace(c, **case) for name, case in cases.items()}
+    return dict(sorted(cases.items(), key=lambda item: not is_baseline(vars(item[1]))))
+
+def is_baseline(row):
+    return all(row[name] == value for name, value in BASELINE.items())
+
+def seed_list(text):
+    """'0,1,2' -> [0, 1, 2]"""
+    try:
+        return [int(word) for word in text.split(',') if word]
+    except ValueError:
+        fail(f'seeds are numbers such as 0,1,2, not {text}')
+
+def train_all(cases, seeds, role, path, rows):
+    """Train every case with every seed: a row in rows, and in the csv at path, for each run."""
+    begin, n = time.time(), len(seeds) * len(cases)
+    for i, (seed, (case, c)) in enumerate(itertools.product(seeds, cases.items())):
+        left = f', about {(time.time() - begin) / i * (n - i) / 60:.0f} min left' if i else ''
+        print(f'\n{case}, seed {seed}: run {i + 1} of {n}{left}')
+        c = replace(c, seed=seed)
+        folder = run_folder(c)
+        try:
+            _, log = train_to_end(c, folder)
+            figures = {name: x for name, x in log[-1].items() if '.' not in name}
+            figures['mean_loss'] = np.mean([row['loss'] for row in log if 'loss' in row])
+            if math.isnan(figures[METRIC]):
+                raise FloatingPointError(f'{METRIC} is nan')
+        except FloatingPointError as error:
+            print(f'counts as worst: {error}')
+            worst = math.inf if BETTER is min else -math.inf
+            figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
+        origin = json.loads((folder / 'config.json').read_text('utf-8'))
+        rows.append(dict(case=case, role=role, **origin, **figures, run=folder.name))
+        write_csv(path, rows)
+
+def compare(c):
+    """Train every case with every seed on the same batches; differences are paired by seed."""
+    out = Path(c.out_dir, SCRIPT)
+    folder = out / f'compare-{checksum([repr(c), sources()]):08x}'
+    if c.from_csv:
+        rows = [row for path in c.from_csv.split(',') for row in read_csv(path)]
+    else:
+        cases, seeds, final, rows = cases_of(c), seed_list(c.seeds), seed_list(c.final_seeds), []
+        if set(seeds) & set(final) or final and not c.best:
+            fail('--final-seeds judge what --best chose by other --seeds')
+        if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
+            fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
+        train_all(cases, seeds, 'choosing' if final else 'judging', folder / 'runs.csv', rows)
+        if final:
+            best = {case: cases[case] for case in choose(c.best, rows)}
+            train_all(best, final, 'judging', folder / 'runs.csv', rows)
+        rows = read_csv(folder / 'runs.csv')
+
+    judging = [row for row in rows if row['role'] == 'judging']
+    if c.best:
+        chosen = choose(c.best, [row for row in rows if row['role'] == 'choosing'] or judging)
+        judging = [row for row in judging if row['case'] in chosen]
+        lines = {case: [line] for case, line in chosen.items()}
+        draw(folder / f'{c.best}.png', lines, [(c.best, METRIC)])
+    table = tabulate(judging)
+    logs = {row['case']: [] for row in table}
+    for row in judging:
+        if (out / row['run'] / 'log.csv').exists():
+            logs[row['case']].append(read_csv(out / row['run'] / 'log.csv'))
+    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)],
+         results={row['case']: (row['diff'], row['half']) for row in table})
+    return table
+
+def choose(field, rows):
+    """Among cases that differ only in `field`, the one with the best mean METRIC -> {case: [the
+    group's means, as rows of field and METRIC]}."""
+    others = [name for name in settings(Config()) if name not in (field, 'seed')]
+    groups = {}
+    for row in rows:
+        group = groups.setdefault(repr([row.get(name) for name in others]), {})
+        group.setdefault(row['case'], []).append(row)
+    print(f'\n{METRIC}, mean over the seeds that choose {field}')
+    chosen = {}
+    for group in groups.values():
+        cases = sorted(group, key=lambda case: group[case][0][field])
+        means = {case: np.mean([row[METRIC] for row in group[case]]) for case in cases}
+        best = BETTER(means, key=means.get)
+        for case, mean in means.items():
+            print(f'{case:30}{mean:9.4f} x {len(group[case])}', '*' if case == best else '')
+        if best in (cases[0], cases[-1]):
+            print(f'* is at the end of the range: a better {field} may lie beyond it')
+        chosen[best] = [{field: group[case][0][field], METRIC: means[case]} for case in cases]
+    return chosen
+
+def deviation(values):
+    """Standard deviation, nan of a single value."""
+    return np.std(values, ddof=1) if len(values) > 1 else math.nan
+
+def student(gaps, tests=1):
+    """Of paired differences: half the interval of their mean that holds at 95 % for all of so many
+    tests together (Bonferroni), and the two-sided p that this one's mean is 0.
+    With t = sqrt(n - 1) tan(a), the angle a has a density proportional to cos(a)^(n - 2)."""
+    n, error = len(gaps), deviation(gaps) / len(gaps) ** 0.5  # of the mean
+    if not error > 1e-9 * abs(np.mean(gaps)):  # one run, or always the same
+        return math.nan, math.nan
+    angle = np.linspace(0, math.pi / 2, 100_001)[:-1]
+    t = (n - 1) ** 0.5 * np.tan(angle)
+    chance = np.cumsum(np.cos(angle) ** (n - 2))
+    chance /= chance[-1]  # of a |t| up to this one
+    half = error * t[np.searchsorted(chance, 1 - 0.05 / tests)]
+    return half, 1 - np.interp(abs(np.mean(gaps)) / error, t, chance)
+
+@np.errstate(all='ignore')  # a diverged run's figures are infinite
+def tabulate(rows):
+    """Print rows of runs.csv by case, with differences from the baseline or else the first case
+    -> a dict for each case."""
+    figure, *others = *RESULTS, 'seconds'
+    others += ['skipped'] if 'skipped' in rows[0] else []  # steps, by float16
+    cases, table = {}, []
+    for row in sorted(rows, key=lambda row: not is_baseline(row)):
+        cases.setdefault(row['case'], {})[row['seed']] = row
+    first, *rest = cases.values()
+    tests = sum(len(own) > 1 for own in rest)
+    print(f'\n{figure}, {len(first)} seeds. Differences from row 1 are paired by seed; their +- holds '
+          f'at 95 %\nfor {tests} rows together (Bonferroni), p is for a row alone; others are means.\n'
+          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>7}'
+          + ''.join(f'{name[:9]:>10}' for name in others))
+    for case, own in cases.items():
+        own_rows = list(own.values())
+        values = [row[figure] for row in own_rows]
+        gaps = [row[figure] - first[seed][figure] for seed, row in own.items() if seed in first]
+        row = dict(case=case, size=own_rows[0]['parameters'] / 1e6, mean=np.mean(values),
+                   sd=deviation(values), diff=np.mean(gaps))
+        row['half'], row['p'] = student(gaps, max(1, tests))
+        for name in others:
+            row[name] = np.mean([one[name] for one in own_rows])
+        table.append(row)
+        print('{case:24}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{half:8.4f}{p:7.3f}'
+              .format(**row).replace('nan', '  -') + ''.join(f'{row[name]:10.4g}' for name in others))
+        for seed, one in own.items():
+            if math.isinf(one[figure]):
+                print(f'  seed {seed} diverged, and counts as worst')
+    return table
+
+def bench(c):
+    """Time a training step of every case in turn, on the same batches, so that noise hits all."""
+    device, dtype = pick_device(c)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    cases, data, models, times = cases_of(c), load_data(c), {}, {}
+    for case, own in cases.items():
+        model = make_model(own, data).to(device).train()
+        models[case], times[case] = (model, make_optimizer(model, own)), []
+    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up
+        batches = [get_batch(data, c, step, i, device) for i in range(c.grad_accum_steps)]
+        for case, (model, optimizer) in models.items():
+            clock = time.perf_counter()
+            update(model, batches, cases[case], optimizer, scaler, autocast)  # ends in .item()
+            times[case].append(time.perf_counter() - clock)
+    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
+    first = np.array(next(iter(times.values())))
+    for case, own in times.items():
+        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
+        print(f'{case:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
+    return times
+
+# -------- the command line
+def parse(argv):
+    """argv -> action, Config."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    action = words.pop(0) if words and not words[0].startswith('-') else 'train'
+    if action not in ACTIONS:
+        fail(f'{action}: choose from {", ".join(ACTIONS)}')
+    p = argparse.ArgumentParser(
+        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
+        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
+        allow_abbrev=False)
+    p.error = lambda message: fail(f'{message} (see --help)')
+    p.add_argument('--preset', choices=PRESETS, default='tiny', help='settings; flags override')
+    flags = ['--preset', *('--' + f.name.replace('_', '-') for f in fields(Config))]
+    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
+    for f, flag in zip(fields(Config), flags[1:]):
+        p.add_argument(flag, '--' + f.name, help=argparse.SUPPRESS,
+                       **kinds.get(f.type, dict(type=f.type)))
+    given, unknown = p.parse_known_args(words)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
+        fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
+    given = vars(given)
+    for i, spec in enumerate(given.get('over', ())):  # learning-rate=1e-3 is as good
+        field, equals, values = spec.partition('=')
+        given['over'][i] = field.replace('-', '_') + equals + values
+    preset = given.pop('preset')
+    if preset == 'tiny' and torch.cuda.is_available():
+        print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+    return action, Config(**{**PRESETS[preset], **given})
+
+def main(argv=None):
+    """Do what the command line says -> the figures that came out."""
+    if RANK:
+        sys.stdout = open(os.devnull, 'w')
+    action, c = parse(argv)
+    pick_device(c)
+    if WORLD > 1:
+        dist.init_process_group()
+    try:
+        return ACTIONS[action](c)
+    except KeyboardInterrupt as stop:
+        print(f'\nstopped; {stop}')
+        raise SystemExit(130)
+    except torch.OutOfMemoryError:
+        message = 'out of memory: a smaller --batch-size with more --grad-accum-steps needs less'
+    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
+        message = str(error)
+    finally:
+        if WORLD > 1:
+            dist.destroy_process_group()
+    fail(message)  # out here, where a notebook's memory of the error keeps no tensors alive
+# --- end of tools
+
+ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench, 'layer': bench_layer,
            'inspect': inspect_run, 'detect': detect}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
