@@ -18,10 +18,15 @@ what the patch did not know yet; AttentionX passes on V minus MH. (Why: PDMM, at
     [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
+    [AX2 Sec. 5]    the same with a gamma that each head learns          attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
+    [AX1 Sec. 4.1]  gamma = 1 in a ViT                                   default_gamma
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
     [BF Eq. 11]     ||Delta|| <= ||MH||, and both after W^o (Fig. 3)     diagnose
     [BF Sec. 5.3]   SET-Adam at 1e-4, betas 0.9 and 0.999, eps 1e-18     SETAdam, cifar-paper
+
+AttentionX's two versions are one: gamma V - MH is gamma (V - MH / gamma), so that the first at
+gamma and the revised one at 1 / gamma differ by a factor that W^o can absorb.
 
     python belief_vit.py                               # train: two minutes on a CPU, no network
     python belief_vit.py predict --images cat.png      # what that run sees in an image
@@ -38,18 +43,21 @@ vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-
 efficient-vit-training, [deviation] without EMA, repeated augmentation, random erasing, RandAugment
 of photos and unused parameters, but with position embeddings that stay in the optimiser.
 
-Lines 1-795 are the paper: method, configuration, model, data, training. What follows is tools.
+What stands below the banner `tools` is the same in all four scripts: here a reader may stop.
 """
 import argparse
-import ast
 import csv
+import difflib
 import functools
+import hashlib
+import inspect
 import io
+import itertools
 import json
 import linecache
 import math
 import os
-import signal
+import platform
 import sys
 import time
 import zlib
@@ -67,7 +75,6 @@ from torch.nn import functional as F
 SCRIPT = 'belief_vit'
 RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
 WORLD = int(os.environ.get('WORLD_SIZE', 1))  # of how many
-STOP = []                                     # signals that came: finish the step, save, stop
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -93,6 +100,7 @@ def orthogonal(mh, v, dims):
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
+    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5] learns gamma
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
@@ -103,12 +111,12 @@ ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projectio
 }
 
 def default_gamma(c):
-    """c.gamma or, where that is None, the papers' choice.  [AX2 Sec. 3.2]"""
+    """c.gamma or, where that is None, the papers' choice."""
     if c.gamma is not None:
         return c.gamma
-    if c.attention == 'attentionx-v1':
-        return 0.5
-    return 1.0 if c.zero_diag else 3.0
+    if c.attention == 'attentionx-v1' or c.zero_diag:
+        return 1.0  # [AX1 Sec. 4.1] [AX2 Sec. 3.2]
+    return 3.0  # [choice] the papers' value for a GPT
 
 # ------------------------------------ configuration ------------------------------------
 MODELS = {  # what fields of Config left at None default to
@@ -126,7 +134,7 @@ class Config:
     """Every field is a flag: --num-heads 6, --zero-diag, --no-zero-diag. --help prints this."""
     # the papers' method
     attention: str = 'belief'      # a name in ATTENTION: what reaches the output projection
-    gamma: float = None            # default: 0.5 for v1; others 1 with zero_diag, 3 without
+    gamma: float = None            # default: 1 for v1 and with zero_diag, else 3
     zero_diag: bool = None         # no token attends to itself; default: on in tiny, vit-small
     # model
     model: str = 'tiny'            # a name in MODELS, which sets the sizes not given here
@@ -145,6 +153,7 @@ class Config:
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
+    flip: bool = True              # mirror half of the images in training
     randaugment: str = 'none'      # none, paper or fixed: for small images, besides crop and flip
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread over all classes
@@ -170,8 +179,8 @@ class Config:
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
-    log_interval: int = 50         # steps between lines of the log
-    max_minutes: float = 0.0       # save and stop a run after this long; 0: never
+    log_interval: int = 50         # steps between lines of progress
+    reuse: bool = False            # take finished runs of these settings, though code has changed
     fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
@@ -182,6 +191,7 @@ class Config:
     seeds: str = '0,1,2'           # compare: a run per case and seed
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
+    from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -191,10 +201,14 @@ class Config:
         for name, size in MODELS[self.model].items():
             if getattr(self, name) is None:
                 setattr(self, name, size)
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
         gamma = default_gamma(self)
-        fits = {'attentionx': gamma >= 1, 'attentionx-v1': 0 < gamma <= 1}
-        if not fits.get(self.attention, True):
-            fail(f'--gamma {gamma:g}: attentionx takes 1 or more, attentionx-v1 (0, 1]')
+        if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
+            fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
+        if self.attention == 'attentionx-v1' and not 0 < gamma <= 1:
+            fail(f'--gamma {gamma:g}: attentionx-v1 takes more than 0, up to 1')
         if self.image_size % self.patch_size or self.first_size % self.patch_size:
             fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
         if self.batch_size % WORLD:
@@ -210,20 +224,18 @@ class Config:
     def variant(self):
         return f'{self.model}-{self.attention}' + ('-zd' if self.zero_diag else '')
 
-    @property
-    def units_per_step(self):
-        return self.batch_size * self.grad_accum_steps
-
 PRESETS = {
     'tiny': {},
     't4': dict(model='vit-small', data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=512, learning_rate=5e-4, warmup_iters=200, eval_interval=200, threads=0),
     # the papers name a repository and SET-Adam's settings, BF 400 epochs; the rest is that repo's
+    # (where a GPU's memory is too small: --batch-size 256 --grad-accum-steps 2)
     'cifar-paper': dict(model='vit-small', data='cifar10', randaugment='paper',
                         max_iters=35157,  # 400 epochs of 45,000 images
                         batch_size=512, optimizer='set-adam', learning_rate=1e-4,
                         warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
     # BF names the repository and the model
+    # (where a GPU's memory is too small: --batch-size 32 --grad-accum-steps 2)
     'imagenet-paper': dict(model='deit-small-local', data='imagenet', batch_size=64,
                            max_iters=5945415,  # 300 epochs; the repo's best run stopped at 24 hours
                            learning_rate=1.25e-4, min_lr=0.08, warmup_iters=0, grad_clip=0.0,
@@ -239,6 +251,8 @@ TABLES = {  # rows for `compare --table NAME`, the papers' experiments among the
     '3': {'transformer': dict(attention='softmax'), 'beliefformer': dict(attention='belief'),
           'beliefformer*': dict(attention='belief-star')},
 }
+POSITIVE = ('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads', 'head_size', 'mlp_dim',
+            'batch_size', 'grad_accum_steps', 'eval_interval', 'log_interval', 'rounds')
 CHOICES = {
     'attention': ATTENTION, 'model': MODELS, 'randaugment': ('none', 'paper', 'fixed'),
     'optimizer': ('adamw', 'set-adam'), 'table': ('', *TABLES),
@@ -278,17 +292,21 @@ class Attention(nn.Module):
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
+        if c.attention == 'attentionx-learned':  # one per head; only weights decay
+            self.gamma = nn.Parameter(torch.full((c.num_heads, 1), self.gamma))
         width = c.num_heads * c.head_size
         self.qkv = nn.Linear(c.embed_dim, 3 * width, bias=c.model == 'deit-small')
         self.proj = nn.Linear(width, c.embed_dim)  # W^o
         if c.attention == 'belief-star':
-            self.proj_s = nn.Linear(width, c.embed_dim, bias=False)  # W^s
+            # [choice] W^s has no bias, as W^o has one, and starts as W^o does
+            self.proj_s = nn.Linear(width, c.embed_dim, bias=False)
         if c.shifted:
             self.temperature = nn.Parameter(torch.tensor(math.log(c.head_size ** -0.5)))
         self.drop = nn.Dropout(c.dropout)
 
     def heads(self, x):
-        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs)."""
+        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs).
+        (A variant that needs Q or K takes them from here.)"""
         c = self.config
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
         if c.shifted:  # a learned scale; the kernel's own, 1 / sqrt(hs), is undone
@@ -316,7 +334,7 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 class LocalMlp(nn.Module):
-    """LocalViT's: a depthwise 3x3 convolution mixes neighbours; the class token gets nothing."""
+    """LocalViT's: a depthwise 3x3 convolution mixes neighbours; other tokens get nothing."""
     def __init__(self, c):
         super().__init__()
         self.fc1 = nn.Linear(c.embed_dim, c.mlp_dim, bias=False)
@@ -324,9 +342,10 @@ class LocalMlp(nn.Module):
         self.fc2 = nn.Linear(c.mlp_dim, c.embed_dim, bias=False)
 
     def forward(self, x, grid):
-        x = F.hardswish(self.fc1(x[:, 1:])).mT.unflatten(2, grid)  # (B, D, h, w)
+        others = x.size(1) - math.prod(grid)  # 1: the class token; patches are the last ones
+        x = F.hardswish(self.fc1(x[:, others:])).mT.unflatten(2, grid)  # (B, D, h, w)
         x = F.hardswish(self.conv(x)).flatten(2).mT  # (B, h w, D)
-        return F.pad(self.fc2(x), (0, 0, 1, 0))  # (B, 1 + h w, C)
+        return F.pad(self.fc2(x), (0, 0, others, 0))  # (B, 1 + h w, C)
 
 class Block(nn.Module):
     def __init__(self, c, drop_path):
@@ -352,12 +371,45 @@ class Block(nn.Module):
 
 def resize_positions(pos, grid):
     """Position embeddings pos (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic."""
-    g = math.isqrt(pos.size(1) - 1)
+    g = math.isqrt(pos.size(1))
     if grid == (g, g):
         return pos
-    patches = pos[:, 1:].mT.unflatten(2, (g, g))  # (1, C, g, g)
+    others, patches = pos.split([pos.size(1) - g * g, g * g], dim=1)  # others: the class token
+    patches = patches.mT.unflatten(2, (g, g))  # (1, C, g, g)
     patches = F.interpolate(patches, grid, mode='bicubic').flatten(2).mT  # (1, h w, C)
-    return torch.cat([pos[:, :1], patches], dim=1)
+    return torch.cat([others, patches], dim=1)
+
+def init_uniform(name, p, layer, generator):
+    """PyTorch's own, for linear layers and convolutions: spread by what a unit takes in."""
+    bound = layer.weight[0].numel() ** -0.5
+    p.uniform_(-bound, bound, generator=generator)
+
+def init_vit_small(name, p, layer, generator):
+    """PyTorch's, with large tokens."""
+    if name in ('pos_embed', 'cls_token'):
+        p.normal_(generator=generator)
+    else:
+        init_uniform(name, p, layer, generator)
+
+def init_deit_small(name, p, layer, generator):
+    """timm's."""
+    if isinstance(layer, nn.Conv2d):
+        init_uniform(name, p, layer, generator)
+    elif p.dim() == 1:  # a bias
+        p.zero_()
+    else:
+        nn.init.trunc_normal_(p, std=0.02, generator=generator)
+
+def init_deit_small_local(name, p, layer, generator):
+    """Xavier's, for q, k and v apart; PyTorch's for convolutions and biases."""
+    if isinstance(layer, nn.Conv2d) or p.dim() == 1:
+        init_uniform(name, p, layer, generator)
+    else:
+        for part in p.chunk(3 if 'qkv' in name else 1):
+            nn.init.xavier_normal_(part, generator=generator)
+
+INIT = {'tiny': init_vit_small, 'vit-small': init_vit_small, 'deit-small': init_deit_small,
+        'deit-small-local': init_deit_small_local}
 
 class ViT(nn.Module):
     """The model that config.model names, with timm's state-dict keys."""
@@ -378,27 +430,12 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Each tensor has a generator of its own, so that variants start with the same weights.
-        vit-small has PyTorch's initialisation, deit-small timm's, deit-small-local Xavier's."""
-        c = self.config
-        generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
+        """Initialise p from its own generator: what two variants share starts out equal."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer = self.get_submodule(name.rpartition('.')[0])
-        token = name in ('pos_embed', 'cls_token')
-        local = c.model == 'deit-small-local'
-        if not token and not isinstance(layer, (nn.Linear, nn.Conv2d)):
-            pass  # norms, and what you may add, keep the values they were made with
-        elif token and c.shifted:
-            p.normal_(generator=generator)
-        elif c.shifted or isinstance(layer, nn.Conv2d) or local and p.dim() == 1:
-            bound = layer.weight[0].numel() ** -0.5
-            p.uniform_(-bound, bound, generator=generator)
-        elif local:
-            for part in p.chunk(3 if 'qkv' in name else 1):
-                nn.init.xavier_normal_(part, generator=generator)
-        elif p.dim() == 1:
-            p.zero_()
-        else:
-            nn.init.trunc_normal_(p, std=0.02, generator=generator)
+        if name in ('pos_embed', 'cls_token') or isinstance(layer, (nn.Linear, nn.Conv2d)):
+            INIT[self.config.model](name, p, layer, generator)
+        # norms, and what you may add, keep the values they were made with
 
     def embed(self, images):
         """Images (B, 3, H, W), of any size in whole patches -> tokens (B, 1 + h w, C), (h, w)."""
@@ -421,7 +458,7 @@ class SETAdam(torch.optim.Optimizer):
     With Adam's moments m and v of a tensor of d entries, in step t:
         c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one dominates
         w = sqrt(c v / (1 - beta2^t) + eps)     below Adam's root, so steps are larger
-        theta -= lr / (1 - beta1^t) m / (w - tau min w)          tau = 0.5 is a [choice]
+        theta -= lr / (1 - beta1^t) m / (w - tau min w)          tau = 0.5 may be its source's
     A tensor is one PyTorch parameter, so packing q, k and v differently changes the optimiser.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
@@ -453,680 +490,6 @@ def stream(name, *numbers):
     """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-def load_data(c):
-    """-> train, val, test: images, bytes (N, 3, H, W) or paths of photos (N,), and labels (N,)."""
-    folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
-    if c.data == 'builtin':
-        train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
-    elif (folder / 'train.npz').exists():
-        train, test, classes = load_arrays(folder)
-    elif folder.is_dir():
-        train, test, classes = load_photos(folder)
-    else:
-        fail(f'--data {c.data}: no such folder; python prepare_data.py lists what there is')
-    images, labels = train
-    order = stream('split').permutation(len(labels))
-    cut = round(c.val_fraction * len(labels))
-    val, rest = order[:cut], order[cut:]
-    if test is None:  # hold out as many images as for validation
-        test, rest = (images[rest[:cut]], labels[rest[:cut]]), rest[cut:]
-    if not 0 < len(rest) < len(order):
-        fail(f'--data {c.data}: validation takes {cut} of {len(labels)} images: set --val-fraction')
-    about = (f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
-             f'{len(test[1]):,} to test')
-    return SimpleNamespace(
-        train=(images[rest], labels[rest]), val=(images[val], labels[val]), test=test,
-        classes=classes, about=about, threads=ThreadPoolExecutor(), ahead={})
-
-COLOURS = {  # mean and standard deviation of red, green and blue, as in the repositories
-    'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-    'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-    'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
-}
-
-def normalise(images, size, c, device='cpu'):
-    """Bytes (B, 3, H, W), or paths (B,) of photos, which are centre-cropped -> float32
-    (B, 3, size, size), mean about 0 and sd about 1."""
-    if images.ndim == 1:
-        with ThreadPoolExecutor() as threads:
-            photos = threads.map(lambda path: read_photo(path, size), images)
-            images = np.stack(list(photos))
-    colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
-    mean, std = 255 * colours[:, :, None, None]  # (3, 1, 1) each
-    x = (torch.from_numpy(images).to(device).float() - mean) / std
-    if x.shape[2:] != (size, size):
-        x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
-    return x
-
-# ------------------------------------ augmentation ------------------------------------
-def randaugment(x, chance, policy):
-    """Two operations, drawn with replacement, on an image, bytes (3, H, W)."""
-    try:
-        from PIL import Image, ImageDraw, ImageEnhance, ImageOps
-    except ImportError:
-        raise ImportError('--randaugment needs `pip install pillow`')
-    image = Image.fromarray(x.transpose(1, 2, 0).copy())
-    far_x = far_y = 100  # pixels, meant for images of 224
-    if policy == 'fixed':
-        far_x, far_y = 0.45 * image.width, 0.45 * image.height
-    strength = 14 / 30
-    enhance = 0.94  # that share of the way from 0.1 to 1.9; 1 would leave all as it is
-
-    def affine(x, *matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
-        return x.transform(x.size, Image.AFFINE, matrix)
-
-    def cutout(x, at):  # moved inside at the top and left borders only, as in its source
-        side = 40 * strength
-        top, left = [int(max(0, a * n - side / 2)) for a, n in zip(at, (x.height, x.width))]
-        box = left, top, left + int(side), top + int(side)
-        ImageDraw.Draw(x).rectangle(box, (125, 123, 114))
-        return x
-
-    operations = [  # of an image, s = strength or -strength, and a point
-        lambda x, s, at: ImageOps.autocontrast(x),
-        lambda x, s, at: ImageOps.equalize(x),
-        lambda x, s, at: ImageOps.invert(x),
-        lambda x, s, at: x.rotate(30 * s),
-        lambda x, s, at: ImageOps.posterize(x, int(4 * strength)),
-        lambda x, s, at: ImageOps.solarize(x, 256 * strength),
-        lambda x, s, at: ImageOps.solarize(x.point(lambda i: i + 110 * strength), 128),
-        lambda x, s, at: ImageEnhance.Color(x).enhance(enhance),
-        lambda x, s, at: ImageEnhance.Contrast(x).enhance(enhance),
-        lambda x, s, at: ImageEnhance.Brightness(x).enhance(enhance),
-        lambda x, s, at: ImageEnhance.Sharpness(x).enhance(enhance),
-        lambda x, s, at: affine(x, 1, 0.3 * s, 0, 0, 1, 0),  # shear
-        lambda x, s, at: affine(x, 1, 0, 0, 0.3 * s, 1, 0),
-        lambda x, s, at: cutout(x, at),
-        lambda x, s, at: affine(x, 1, 0, far_x * s, 0, 1, 0),  # translate
-        lambda x, s, at: affine(x, 1, 0, 0, 0, 1, far_y * s),
-    ]
-    for which, sign, *at in chance.reshape(2, 4):
-        operation = operations[int(which * len(operations))]
-        image = operation(image, strength if sign < 0.5 else -strength, at)
-    return np.asarray(image).transpose(2, 0, 1)
-
-DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
-
-def augment(x, chance, policy, size=None):
-    """A photo's path -> a random crop (3, size, size), maybe flipped. An image (3, H, W) gets two
-    RandAugment operations, a crop after padding with 4 black pixels, maybe a flip."""
-    if isinstance(x, str):
-        x = read_photo(x, size, chance)
-        return x[..., ::-1] if chance[4] < 0.5 else x
-    H, W = x.shape[1:]
-    if policy != 'none':
-        x = randaugment(x, chance[3:], policy)
-    top, left = (9 * chance[:2]).astype(int)
-    x = np.pad(x, ((0, 0), (4, 4), (4, 4)))[:, top:top + H, left:left + W]
-    return x[..., ::-1] if chance[2] < 0.5 else x
-
-def mix(images, rng):
-    """Mixup or cutmix, equally likely, of images (B, 3, H, W) and the batch reversed -> images, and
-    the share that each keeps of itself."""
-    other = images.flip(0)
-    if rng.random() < 0.5:
-        share = rng.beta(0.8, 0.8)
-        return other.lerp(images, share), share
-    size = np.array(images.shape[2:])
-    half = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2
-    centre = rng.random(2)
-    corners = np.clip([centre - half, centre + half], 0, 1) * size
-    (top, left), (bottom, right) = corners.round().astype(int)
-    mixed = images.clone()
-    mixed[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
-    return mixed, 1 - (bottom - top) * (right - left) / size.prod()  # the border may cut the box
-
-# ------------------------------------ training ------------------------------------
-# What the loop below knows of images: these names and functions.
-METRIC = 'val_acc'                       # best.pt and `compare --best` go by this figure:
-BETTER = max                             # higher is better
-RESULTS = ['test_acc', 'best_test_acc']  # what `compare` tabulates at the end
-UNIT = 'images'                          # what c.units_per_step counts
-
-def make_model(c, data):
-    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
-    if data:
-        c = replace(c, classes=data.classes, num_classes=max(c.num_classes, len(data.classes)))
-    model = ViT(c)
-    if c.init and data:
-        load_weights(model, c.init)
-    return model
-
-def make_optimizer(model, c):
-    """SET-Adam [BF Sec. 5.3], or AdamW, which decays matrices named `weight`."""
-    if c.optimizer == 'set-adam':
-        return SETAdam(model.parameters(), c.learning_rate, eps=c.eps)
-    matrices, others = [], []
-    for name, p in model.named_parameters():
-        group = matrices if name.endswith('.weight') and p.dim() >= 2 else others
-        group.append(p)
-    groups = [dict(params=matrices, weight_decay=c.weight_decay),
-              dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, c.learning_rate)  # betas 0.9 and 0.999, as SET-Adam's
-
-@functools.lru_cache(2)
-def shuffled(seed, epoch, n):
-    return stream('shuffle', seed, epoch).permutation(n)
-
-def begin_batch(data, c, step, micro):
-    """This process's rows of a micro-batch, from seed and step alone -> futures of the images'
-    bytes, labels, size. Images come from an endless sequence of shuffled epochs."""
-    images, labels = data.train
-    n, begin = len(labels), step * c.units_per_step
-    grown = 2 * c.patch_size * int(begin / n / 5)  # two patches more every five epochs
-    size = min(c.image_size, (c.first_size or c.image_size) + grown)  # in pixels
-    rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)
-    chance = stream('chance', c.seed, step).random((c.units_per_step, DRAWS))[rows]
-    places = range(begin, begin + c.units_per_step)[rows]
-    index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
-    futures = [data.threads.submit(augment, images[i], row, c.randaugment, size)
-               for i, row in zip(index, chance)]
-    return futures, torch.from_numpy(labels[index]), size
-
-def get_batch(data, c, step, micro, device):
-    """Images (B, 3, size, size), labels (B,), and the share that each image keeps of itself."""
-    for s in (step, step + 1):  # the threads already start on the next step's
-        if (s, micro) not in data.ahead:
-            data.ahead[s, micro] = begin_batch(data, c, s, micro)
-    futures, labels, size = data.ahead.pop((step, micro))
-    images = np.stack([future.result() for future in futures])
-    images, share = normalise(images, size, c, device), 1.0
-    if c.mix:  # pairs images within a process: here the number of processes matters
-        rng = stream('mix', c.seed, step, micro, RANK)
-        images, share = mix(images, rng)
-    return images, labels.to(device), share
-
-def loss_of(model, batch, c):
-    images, labels, share = batch
-    logits = model(images)  # (B, K)
-    loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
-    if c.mix:
-        other = F.cross_entropy(logits, labels.flip(0), label_smoothing=c.label_smoothing)
-        loss = share * loss + (1 - share) * other
-    return loss
-
-@torch.no_grad()
-def judge(model, part, c, device):
-    """Loss in nats per image, and accuracy, on part (images, labels)."""
-    images, labels = part
-    loss, right = 0.0, 0
-    for i in range(0, len(labels), c.batch_size):
-        x = normalise(images[i:i + c.batch_size], c.image_size, c, device)
-        y = torch.from_numpy(labels[i:i + c.batch_size]).to(device)
-        logits = model(x).float()  # (B, K)
-        loss += F.cross_entropy(logits, y, reduction='sum').item()
-        right += (logits.argmax(1) == y).sum().item()
-    return loss / len(labels), right / len(labels)
-
-def evaluate(model, data, c, device):
-    """On images held out from training. Nothing here looks at the test set."""
-    part = [x[:c.eval_rows or None] for x in data.val]
-    loss, accuracy = judge(model, part, c, device)
-    return dict(val_loss=loss, val_acc=accuracy)
-
-def finish(model, data, c, device, folder):
-    """Once, when training is over: accuracy on the test set, of the last and the best weights."""
-    figures = dict(test_acc=judge(model, data.test, c, device)[1])
-    if folder:
-        best = make_model(model.config, None).to(device).eval()
-        best.load_state_dict(load_checkpoint(folder / 'best.pt')['model'])
-        figures['best_test_acc'] = judge(best, data.test, c, device)[1]
-    return figures
-
-# --- training loop (identical in all four scripts; test_all.py checks)
-def schedule(step, c):
-    """Factor on the learning rate in a step, counted from 0."""
-    if step < c.warmup_iters:
-        return (step + 1) / (c.warmup_iters + 1)
-    left = c.max_iters - step
-    if c.schedule == 'cosine':
-        done = 1 - left / (c.max_iters - c.warmup_iters)
-        return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-    if c.schedule == 'trapezoid':
-        return min(1.0, left / max(1, c.warmdown_iters))
-    return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
-
-def train(c, folder=None):
-    """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
-
-    It yields before the first step and after each; log is a list of dicts of figures. A step
-    depends on weights, optimizer, seed and step number alone: folder keeps what it needs to go on.
-    """
-    device, dtype = pick_device(c)
-    data = load_data(c)
-    torch.manual_seed(c.seed)
-    model = make_model(c, data).to(device)
-    optimizer = make_optimizer(model, c)
-    rates = [group['lr'] for group in optimizer.param_groups]
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {data.about}\nfolder  {folder or "none: nothing is kept"}')
-    if c.warmup_iters >= c.max_iters > 0:
-        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
-    step, seconds, losses, log = 0, 0.0, [], []  # losses: those since the last row of the log
-    if folder and (folder / 'ckpt.pt').exists() and not c.fresh:
-        saved = load_checkpoint(folder / 'ckpt.pt')
-        model.load_state_dict(saved['model'])
-        optimizer.load_state_dict(saved['optimizer'])
-        if saved['scaler']:  # float16's
-            scaler.load_state_dict(saved['scaler'])
-        step, seconds, losses, log = saved['progress']
-        state = 'is finished' if step >= c.max_iters else f'goes on from step {step}'
-        print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
-    net = torch.compile(model) if c.compile else model
-    began = kept = time.time()
-    halt = False
-
-    def keep(name):
-        if folder and RANK == 0:
-            save_checkpoint(folder / name, dict(
-                model=model.state_dict(), optimizer=optimizer.state_dict(),
-                scaler=scaler.state_dict(), config=asdict(model.config),
-                progress=(step, seconds, losses, log)))
-            write_csv(folder / 'log.csv', log)
-
-    while True:
-        # log and evaluate before a step, and once more after the last one
-        done = step >= c.max_iters
-        due = done or step % c.eval_interval == 0
-        new = not log or log[-1]['step'] < step
-        if new and (due or step % c.log_interval == 0):
-            row, line = dict(step=step, seconds=seconds), f'step {step}/{c.max_iters}'
-            if losses:
-                pace = (seconds - log[-1]['seconds']) / len(losses)
-                row['loss'] = sum(losses) / len(losses)
-                line += (f', {c.units_per_step / pace:,.0f} {UNIT}/s'
-                         f', {(c.max_iters - step) * pace / 60:.1f} min left')
-            if due:
-                with autocast:
-                    row.update(evaluate(model.eval(), data, c, device))
-            log.append(row)
-            losses = []
-            if due and row[METRIC] == BETTER(r[METRIC] for r in log if METRIC in r):
-                keep('best.pt')
-            if done:  # outside autocast, whose cached casts would miss a change of weights
-                row.update(finish(model, data, c, device, folder))
-            print(f'{line}: {show(row)}', flush=True)
-        if (new and due) or halt or time.time() - kept > 300:
-            keep('ckpt.pt')
-            kept = time.time()
-        yield step, model, log
-        if done or halt:
-            return
-
-        # one optimiser step
-        clock = time.time()
-        model.train()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
-        for group, rate in zip(optimizer.param_groups, rates):
-            group['lr'] = rate * schedule(step, c)
-        total = 0.0
-        for micro in range(c.grad_accum_steps):
-            batch = get_batch(data, c, step, micro, device)
-            with autocast:
-                loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
-            scaler.scale(loss).backward()
-            total += loss.detach()
-        if WORLD > 1:  # the sum of the processes' gradients
-            for p in model.parameters():
-                if p.grad is not None:
-                    dist.all_reduce(p.grad)
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
-
-        # all processes stop together: on a signal, out of time, or when something is not finite
-        late = 0 < c.max_minutes < (time.time() - began) / 60
-        figures = torch.tensor([total.item(), bool(STOP) or late], device=device)
-        if WORLD > 1:
-            dist.all_reduce(figures)
-        loss, halt = figures.tolist()
-        may_skip = scaler.get_scale() > 1  # float16: a step whose gradients overflow is skipped
-        if not math.isfinite(loss) or not (math.isfinite(norm) or may_skip):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
-                                     'try a lower --learning-rate')
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss)
-        seconds += time.time() - clock
-        step += 1
-# --- end of training loop
-
-# ------------------------------------ tools ------------------------------------
-# --- tools (identical in all four scripts; test_all.py checks)
-SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
-
-def count(model):
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-def show(row):
-    """The figures of a row of a log, as text."""
-    hidden = ('step', 'seconds', 'layer')
-    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
-                     if name not in hidden and not math.isnan(x))
-
-def pick_device(c):
-    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
-    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
-    if name == 'auto':  # mps is untested: check against --device cpu
-        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if name.startswith('cuda'):
-        if not cuda:
-            fail(f'--device {name}: PyTorch finds no CUDA GPU here')
-        if name == 'cuda':
-            name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-        torch.cuda.set_device(name)
-        if dtype == 'auto':
-            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    torch.set_num_threads(c.threads or torch.get_num_threads())
-    return torch.device(name), getattr(torch, dtype.replace('auto', 'float32'))
-
-def save_checkpoint(path, state):
-    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
-    torch.save(dict(state, script=SCRIPT), buffer)
-    part = path.with_suffix('.part')
-    part.write_bytes(buffer.getvalue())
-    os.replace(part, path)
-
-def load_checkpoint(path, own=True):
-    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
-    try:
-        saved = torch.load(path, map_location='cpu', weights_only=True)
-        if own and saved['script'] != SCRIPT:
-            raise ValueError(f'{saved["script"]}.py wrote it')
-        return saved
-    except Exception as error:  # PyTorch raises half a dozen kinds
-        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
-
-def write_csv(path, rows):
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
-            writer.writeheader()
-            writer.writerows(rows)
-
-def draw(path, logs, panels):
-    """A panel for each (x, y) of panels, with a line per log; logs is {label: [log, ...]}."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'no {path.name}: pictures need `pip install matplotlib`')
-    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
-    picture = Figure(figsize=(5 * across, 4 * down), layout='tight')
-    for i, (x, y) in enumerate(panels):
-        scale = 'log' if x == 'learning_rate' else 'linear'
-        axis = picture.add_subplot(down, across, i + 1, title=y, xlabel=x, xscale=scale)
-        for j, (label, lines) in enumerate(logs.items()):
-            for log in lines:  # step 0 would flatten the rest
-                rows = [row for row in log if y in row and row.get('step') != 0]
-                axis.plot([row[x] for row in rows], [row[y] for row in rows], f'C{j}.-',
-                          label=label if log is lines[0] else None)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.savefig(path)
-        print(f'picture {path}')
-
-def settings(c):
-    """The fields above `device`: what tells one run from another."""
-    names = [f.name for f in fields(c)]
-    return {name: getattr(c, name) for name in names[:names.index('device')]}
-
-def code(c):
-    """The script above `tools`, parsed, without docstrings, and with only the table rows c names:
-    a changed comment or docstring, or a new variant, retrains nothing."""
-    tree = ast.parse(SOURCE.split('- tools -')[0])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = ''  # a docstring
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ''
-        if name in ('ATTENTION', 'READINGS', 'CHOICES', 'PRESETS', 'TABLES'):
-            rows = zip(node.value.keys, node.value.values)
-            node.value = [row for key, row in rows if key.value in settings(c).values()]
-    return ast.dump(tree)
-
-def run_folder(c, kind=''):
-    """out/SCRIPT/VARIANT-sSEED-HASH, of the settings, the sizes of files they name, and code."""
-    facts = settings(c)
-    sizes = [os.path.getsize(x) for x in facts.values() if type(x) is str and os.path.isfile(x)]
-    mark = zlib.crc32(repr([facts, sizes, code(c)]).encode())
-    return Path(c.out_dir, SCRIPT, f'{kind}{c.variant}-s{c.seed}-{mark:08x}')
-
-def load_run(c):
-    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
-    last = Path(c.out_dir, SCRIPT, 'last')
-    if not c.run and not last.exists():
-        fail(f'no run in {last.parent}: train first, or name a folder with --run')
-    path = Path(c.run or last.read_text(), 'best.pt')
-    saved = load_checkpoint(path)
-    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
-    model = make_model(c, None).to(pick_device(c)[0])
-    print(f'{path}, step {saved["progress"][0]}')
-    model.load_state_dict(saved['model'])
-    return c, model.eval()
-
-def train_and_report(c):
-    folder = run_folder(c)
-    for step, model, log in train(c, folder):
-        pass
-    if RANK == 0:
-        (folder.parent / 'last').write_text(str(folder))  # for load_run
-    if step < c.max_iters:
-        print(f'stopped after step {step}; the same command goes on')
-    elif RANK == 0:
-        draw(folder / 'curves.png', {c.variant: [log]}, [('step', 'loss'), ('step', METRIC)])
-        report(c, model, log)
-    return dict(log[-1], log=log, folder=folder)
-
-def cases_of(c):
-    """{name: Config}: rows of --table, every combination of --over FIELD=A,B, or both crossed."""
-    types = {f.name: f.type for f in fields(c)}
-    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in sorted(c.over, key=lambda spec: spec.startswith(c.best + '=')):  # --best's last
-        field, _, values = spec.partition('=')
-        new = {}
-        for name, case in cases.items():
-            for text in values.split(','):
-                try:
-                    value = text.lower() == 'true' if types[field] is bool else types[field](text)
-                except (KeyError, ValueError):
-                    fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
-                new[f'{name} {text}'.strip()] = {**case, field: value}
-        cases = new
-    return {name: replace(c, **case) for name, case in cases.items()}
-
-def train_all(cases, seeds):
-    """-> {name: [settings, figures, log and size of each seed's run]}"""
-    runs = {name: [] for name in cases}
-    for seed in seeds:
-        for name, case in cases.items():
-            print(f'\n{name}, seed {seed}')
-            c = replace(case, seed=seed)
-            try:
-                for step, model, log in train(c, run_folder(c)):
-                    pass
-                if step < c.max_iters:
-                    print('stopped; the same command goes on')
-                    raise SystemExit(128 + STOP[0] if STOP else 0)
-                figures = log[-1]
-            except FloatingPointError as error:
-                print(f'{name}, seed {seed} counts as worst: {error}')
-                worst = math.inf if BETTER is min else -math.inf
-                figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
-            runs[name].append(dict(asdict(c), **figures, log=log, size=count(model)))
-    return runs
-
-@np.errstate(all='ignore')  # a diverged run's figures are infinite
-def compare(c):
-    """Train every case with every seed on the same batches; differences are paired by seed."""
-    cases = cases_of(c)
-    seeds = [int(seed) for seed in c.seeds.split(',')]
-    final = [int(seed) for seed in c.final_seeds.split(',') if seed]
-    if set(seeds) & set(final):
-        fail('--final-seeds judge what --seeds chose, so the two must not overlap')
-    if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
-        fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-    folder = Path(c.out_dir, SCRIPT, f'compare-{zlib.crc32(repr(c).encode()):08x}')
-    runs = train_all(cases, seeds)
-    if c.best:
-        seeds = final or seeds
-        runs = train_all(choose(c.best, cases, runs, folder), seeds)
-    rows = tabulate(runs, seeds)
-    write_csv(folder / 'compare.csv', rows)
-    logs = {name: [run['log'] for run in own] for name, own in runs.items()}
-    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)])
-    return rows
-
-def choose(field, cases, runs, folder):
-    """Among cases that differ only in `field`, the one with the best mean -> {name: Config}."""
-    groups, chosen, logs = {}, {}, {}
-    for name in sorted(cases, key=lambda name: getattr(cases[name], field)):
-        groups.setdefault(name.rpartition(' ')[0], []).append(name)
-    print(f'\n{METRIC}, mean and sd over the seeds that choose {field}')
-    for names in groups.values():
-        figures = {name: spread([run[METRIC] for run in runs[name]]) for name in names}
-        best = BETTER(names, key=lambda name: figures[name][0])
-        chosen[best] = cases[best]
-        for name, (mean, sd) in figures.items():
-            print(f'{name:28}{mean:9.4f}{sd:9.4f}', '*' if name == best else '')
-        if best in (names[0], names[-1]):
-            print(f'* is at the end of the range: a better {field} may lie beyond it')
-        logs[f'{best} is best'] = list(zip(*(runs[name] for name in names)))  # a line per seed
-    draw(folder / 'choice.png', logs, [(field, METRIC)])
-    return chosen
-
-def spread(values):
-    """Mean and standard deviation."""
-    return np.mean(values), np.std(values, ddof=1) if len(values) > 1 else math.nan
-
-def student(gaps):
-    """t and two-sided p of paired differences: with t = sqrt(n - 1) tan(a), the angle a has
-    a density proportional to cos(a)^(n - 2)."""
-    n = len(gaps)
-    mean, sd = spread(gaps)
-    if not sd > 1e-9 * abs(mean):  # one run, or always the same
-        return math.nan, math.nan
-    t = mean / sd * n ** 0.5
-    angle = np.linspace(0, math.pi / 2, 100_001)
-    density = np.cos(angle) ** (n - 2)
-    return t, density[angle > math.atan(abs(t) / (n - 1) ** 0.5)].sum() / density.sum()
-
-def tabulate(runs, seeds):
-    """Print {name: [a run's figures for each seed]} -> rows, with differences to the first case."""
-    figure, *others = RESULTS
-    table = np.array([[run[figure] for run in own] for own in runs.values()])  # (cases, seeds)
-    rows = []
-    for (name, own), values, gaps in zip(runs.items(), table, table - table[0]):
-        row = dict(case=name, size=own[0]['size'] / 1e6, holm=math.nan)
-        row['mean'], row['sd'] = spread(values)
-        row['diff'], row['diff_sd'] = spread(gaps)
-        row['t'], row['p'] = student(gaps)
-        for other in [*others, 'seconds']:
-            row[other] = np.mean([run[other] for run in own])
-        rows.append(row)
-    least = 0.0
-    tested = sorted((row for row in rows if row['p'] >= 0), key=lambda row: row['p'])
-    for i, row in enumerate(tested):  # Holm: multiply the smallest of n by n, the next by n - 1
-        row['holm'] = least = max(least, min(1.0, row['p'] * (len(tested) - i)))
-    print(f'\n{figure}, seeds {",".join(map(str, seeds))}. Differences from row 1 are paired '
-          f'by seed;\np is corrected for {len(tested)} tests (Holm), sec: training steps only.\n'
-          f'{"":19}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"sd":>8}{"t":>7}{"p":>7}{"sec":>6}')
-    for row in rows:
-        print('{case:19}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{diff_sd:8.4f}{t:7.1f}'
-              '{holm:7.3f}{seconds:6.0f}'.format(**row).replace('nan', '  -'))
-    for row in rows if others else []:
-        print(f'{row["case"]:19}' + show({other: row[other] for other in others}))
-    return rows
-
-def bench(c):
-    """Time training steps of all cases in turn, so that noise hits all alike."""
-    loops, times = {}, {}
-    for name, case in cases_of(c).items():  # settings that leave only the steps themselves
-        loops[name] = train(replace(case, max_iters=c.rounds + 3, eval_rows=case.batch_size,
-                                    eval_interval=10**9, log_interval=10**9, warmup_iters=0))
-        next(loops[name])
-        times[name] = []
-    for _ in range(c.rounds + 2):  # two to warm up
-        for name, loop in loops.items():
-            begin = time.perf_counter()
-            next(loop)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - begin)
-        if STOP:
-            return print('stopped')
-    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
-    first = np.array(next(iter(times.values())))
-    for name, own in times.items():
-        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{name:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
-    return times
-
-def parse(argv):
-    """argv -> action, Config."""
-    p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
-        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
-        allow_abbrev=False)
-    p.error = lambda message: fail(f'{message} (see --help)')
-    p.add_argument('action', nargs='?', choices=ACTIONS, default='train', help=argparse.SUPPRESS)
-    p.add_argument('--preset', choices=PRESETS, help='named settings; flags override them',
-                   default='t4' if torch.cuda.is_available() else 'tiny')
-    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
-    for f in fields(Config):
-        p.add_argument('--' + f.name.replace('_', '-'), '--' + f.name, help=argparse.SUPPRESS,
-                       **kinds.get(f.type, dict(type=f.type)))
-    given = vars(p.parse_args(argv))
-    action, preset = given.pop('action'), given.pop('preset')
-    print(f'preset  {preset}; by default t4 on a CUDA GPU, else tiny, as in README.md')
-    c = Config(**{**PRESETS[preset], **given})
-    if 'data' not in given and c.data != 'builtin' and not Path('data', c.data).exists():
-        print(f'note    no data/{c.data}, so built-in data; python prepare_data.py has a list')
-        c = replace(c, data='builtin')
-    return action, c
-
-def catch(number, frame):
-    """The first Ctrl-C or SIGTERM stops after the current step; the second kills."""
-    STOP.append(number)
-    signal.signal(number, signal.SIG_DFL)
-
-def main(argv=None):
-    """Do what the command line says -> the figures that came out."""
-    if RANK:
-        sys.stdout = open(os.devnull, 'w')
-    action, c = parse(argv)
-    device, _ = pick_device(c)
-    if WORLD > 1:
-        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
-    STOP.clear()
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        result = ACTIONS[action](c)
-    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
-        fail(error)
-    except RuntimeError as error:
-        if 'state_dict' in str(error):
-            fail(f'weights do not fit the model: {" ".join(str(error).split())[:200]}')
-        if 'memory' not in str(error):
-            raise
-        fail('out of memory: a smaller --batch-size with more --grad-accum-steps needs less')
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if WORLD > 1:
-            dist.destroy_process_group()
-    if STOP:
-        raise SystemExit(128 + STOP[0])
-    return result
-# --- end of tools
-
-# --- tools of this script alone
 SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its size
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
     'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
@@ -1141,24 +504,26 @@ SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its 
     'dots': lambda x, y: np.hypot(abs(x) - 0.55, y) - 0.38,
 }
 
-@functools.lru_cache(2)
 def draw_shapes(n, seed):
     """n drawings -> images (n, 3, 32, 32) uint8, labels (n,). Place, size, angle, colours, light
     and noise are random, so that only many pixels together reveal a shape."""
     rng = stream('shapes', seed)
     images = np.empty((n, 3, 32, 32), np.uint8)
-    labels = rng.integers(10, size=n)
+    labels = rng.integers(len(SHAPES), size=n)
+    outside = list(SHAPES.values())
     ramp = np.linspace(-1, 1, 32)
+    row, column = ramp[:, None], ramp[None]
     for image, label in zip(images, labels):
         half, turn = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # size in pixels, angle
-        x, y = (15.5 * ramp - rng.uniform(half - 15, 15 - half, (2, 1))) / half
-        y = y[:, None]
+        right, down = rng.uniform(half - 15, 15 - half, 2)  # of the middle, in pixels
+        x = (15.5 * column - right) / half  # in units of half the size
+        y = (15.5 * row - down) / half
         cos, sin = math.cos(turn), math.sin(turn)
-        outside = list(SHAPES.values())[label](cos * x + sin * y, cos * y - sin * x)
-        cover = np.clip(0.5 - half * outside, 0, 1)  # (32, 32)
+        distance = outside[label](cos * x + sin * y, cos * y - sin * x)  # (32, 32)
+        cover = np.clip(0.5 - half * distance, 0, 1)
         paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
-        across, down = rng.uniform(-40, 40, (2, 3, 1, 1))
-        light = across * ramp + down * ramp[:, None]  # (3, 32, 32)
+        light_x, light_y = rng.uniform(-40, 40, (2, 3, 1, 1))
+        light = light_x * column + light_y * row  # (3, 32, 32)
         noise = rng.normal(0, 10, (3, 32, 32))
         image[:] = (paper + light + ink * cover + noise).clip(0, 255)
     return images, labels
@@ -1200,7 +565,7 @@ def read_photo(path, size, chance=None):
     random numbers, a crop of 8 to 100 % of its area, aspect 3:4 to 4:3."""
     try:
         from PIL import Image, ImageOps
-        with Image.open(path) as file:
+        with Image.open(str(path)) as file:
             image = ImageOps.exif_transpose(file).convert('RGB')
     except ImportError:
         raise ImportError('photos need `pip install pillow`')
@@ -1217,18 +582,446 @@ def read_photo(path, size, chance=None):
     image = image.resize((size, size), Image.BICUBIC, (left, top, left + w, top + h))
     return np.asarray(image).transpose(2, 0, 1)
 
+def data_folder(c):
+    return Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
+
+def data_files(c):
+    """The files that the data and the first weights come from: a change of theirs trains anew."""
+    files = [] if c.data == 'builtin' else sorted(data_folder(c).rglob('*'))
+    return files + [Path(c.init)]
+
+def load_data(c):
+    """-> train, val, test: images, bytes (N, 3, H, W) or paths of photos (N,), and labels (N,)."""
+    folder = data_folder(c)
+    if c.data == 'builtin':
+        train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
+    elif (folder / 'train.npz').exists():
+        train, test, classes = load_arrays(folder)
+    elif folder.is_dir():
+        train, test, classes = load_photos(folder)
+    else:
+        fail(f'--data {c.data}: no such folder and no data/{c.data}: `python prepare_data.py {c.data}` '
+             'makes it, or, without a name, lists what there is; photos of your own: FOLDER/CLASS/*.jpg')
+    images, labels = train
+    order = stream('split').permutation(len(labels))
+    cut = round(c.val_fraction * len(labels))
+    val, rest = order[:cut], order[cut:]
+    if test is None:  # hold out as many images as for validation
+        test, rest = (images[rest[:cut]], labels[rest[:cut]]), rest[cut:]
+    if cut < 1 or len(rest) < 1:
+        fail(f'--data {c.data}: validation takes {cut} of {len(labels)} images: set --val-fraction')
+    about = (f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
+             f'{len(test[1]):,} to test')
+    return SimpleNamespace(train=(images[rest], labels[rest]), val=(images[val], labels[val]),
+                           test=test, classes=classes, about=about)
+
+COLOURS = {  # mean and standard deviation of red, green and blue, as in the repositories
+    'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
+}
+
+THREADS = ThreadPoolExecutor()  # to decode photos
+
+def mean_and_std(c, device):
+    """Of a colour's bytes: (3, 1, 1) each."""
+    colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
+    return 255 * colours[:, :, None, None]
+
+def normalise(images, size, c, device='cpu'):
+    """Bytes (B, 3, H, W), or paths (B,) of photos, which are centre-cropped -> float32
+    (B, 3, size, size), mean about 0 and sd about 1."""
+    if images.ndim == 1:
+        images = np.stack(list(THREADS.map(lambda path: read_photo(path, size), images)))
+    if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.uint8:
+        fail(f'images must be bytes (N, 3, H, W), not {images.dtype} {images.shape}')
+    mean, std = mean_and_std(c, device)
+    x = (torch.from_numpy(images).to(device).float() - mean) / std
+    if x.shape[2:] != (size, size):
+        x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
+    return x
+
+# ------------------------------------ augmentation ------------------------------------
+# RandAugment at strength 14 of 30. What it does to grey levels are tables of 256 bytes.
+STRENGTH = 14 / 30
+LEVELS = np.arange(256)
+
+def solarize(levels, threshold):
+    return np.where(levels < threshold, levels, 255 - levels).astype(np.uint8)
+
+INVERTED = solarize(LEVELS, 0)
+POSTERIZED = (LEVELS & 128).astype(np.uint8)  # int(4 * STRENGTH) is 1 bit
+SOLARIZED = solarize(LEVELS, 256 * STRENGTH)
+ADDED = solarize((LEVELS + 110 * STRENGTH).round().clip(max=255), 128)
+
+def autocontrast(x):
+    """A channel of an image, bytes (H, W), spread over all levels."""
+    low, high = int(x.min()), int(x.max())
+    scale = 255 / max(1, high - low)
+    table = (LEVELS * scale - low * scale).clip(0, 255).astype(np.uint8)
+    return table[x] if low < high else x
+
+def equalize(x):
+    """A channel of an image, bytes (H, W), with levels about equally frequent."""
+    counts = np.bincount(x.ravel(), minlength=256)
+    step = (x.size - counts[x.max()]) // 255
+    darker = counts.cumsum() - counts
+    table = ((step // 2 + darker) // max(1, step)).clip(max=255).astype(np.uint8)
+    return table[x] if step else x
+
+def cutout(x, at):
+    """A grey square about a point, moved inside at the top and left only, as in its source."""
+    side = 40 * STRENGTH
+    top, left = [int(max(0, a * n - side / 2)) for a, n in zip(at, x.shape)]
+    x = x.copy()
+    x[top:top + int(side) + 1, left:left + int(side) + 1] = 125, 123, 114
+    return x
+
+def randaugment(x, chance, policy):
+    """Two operations, drawn with replacement, on an image, bytes (3, H, W)."""
+    try:
+        from PIL import Image, ImageEnhance
+    except ImportError:
+        raise ImportError('--randaugment needs `pip install pillow`')
+    height, width = x.shape[1:]
+    far_x = far_y = 100  # pixels, meant for images of 224
+    if policy == 'fixed':
+        far_x, far_y = 0.45 * width, 0.45 * height
+    enhance = 0.94  # that share of the way from 0.1 to 1.9; 1 would leave all as it is
+
+    def channels(change, x):
+        return np.stack([change(x[..., i]) for i in range(3)], axis=-1)
+
+    def affine(x, *matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
+        return Image.fromarray(x).transform((width, height), Image.AFFINE, matrix)
+
+    operations = [  # of bytes (H, W, 3), s = STRENGTH or -STRENGTH, and a point
+        lambda x, s, at: channels(autocontrast, x),
+        lambda x, s, at: channels(equalize, x),
+        lambda x, s, at: INVERTED[x],
+        lambda x, s, at: Image.fromarray(x).rotate(30 * s),
+        lambda x, s, at: POSTERIZED[x],
+        lambda x, s, at: SOLARIZED[x],
+        lambda x, s, at: ADDED[x],
+        lambda x, s, at: ImageEnhance.Color(Image.fromarray(x)).enhance(enhance),
+        lambda x, s, at: ImageEnhance.Contrast(Image.fromarray(x)).enhance(enhance),
+        lambda x, s, at: ImageEnhance.Brightness(Image.fromarray(x)).enhance(enhance),
+        lambda x, s, at: ImageEnhance.Sharpness(Image.fromarray(x)).enhance(enhance),
+        lambda x, s, at: affine(x, 1, 0.3 * s, 0, 0, 1, 0),  # shear
+        lambda x, s, at: affine(x, 1, 0, 0, 0.3 * s, 1, 0),
+        lambda x, s, at: cutout(x, at),
+        lambda x, s, at: affine(x, 1, 0, far_x * s, 0, 1, 0),  # translate
+        lambda x, s, at: affine(x, 1, 0, 0, 0, 1, far_y * s),
+    ]
+    x = x.transpose(1, 2, 0).copy()  # (H, W, 3)
+    for which, sign, *at in chance.reshape(2, 4):
+        operation = operations[int(which * len(operations))]
+        x = np.asarray(operation(x, STRENGTH if sign < 0.5 else -STRENGTH, at))
+    return x.transpose(2, 0, 1)
+
+DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
+
+def augment(x, chance, c, size=None):
+    """A photo's path -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
+    operations and a crop after padding with 4 black pixels. Both are maybe mirrored."""
+    if isinstance(x, str):
+        x, mirror = read_photo(x, size, chance), chance[4] < 0.5
+    else:
+        mirror = chance[2] < 0.5
+        if c.randaugment != 'none':
+            x = randaugment(x, chance[3:], c.randaugment)
+        H, W = x.shape[1:]
+        padded = np.zeros((3, H + 8, W + 8), np.uint8)
+        padded[:, 4:-4, 4:-4] = x
+        top, left = (9 * chance[:2]).astype(int)
+        x = padded[:, top:top + H, left:left + W]
+    return x[..., ::-1] if mirror and c.flip else x
+
+def mix(images, rng):
+    """Mixup or cutmix, equally likely, of images (B, 3, H, W) and the batch reversed -> images, and
+    the share that each keeps of itself."""
+    other = images.flip(0)
+    if rng.random() < 0.5:
+        share = rng.beta(0.8, 0.8)
+        return other.lerp(images, share), share
+    size = np.array(images.shape[2:])
+    half = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2
+    centre = rng.random(2)
+    corners = np.clip([centre - half, centre + half], 0, 1) * size
+    (top, left), (bottom, right) = corners.round().astype(int)
+    mixed = images.clone()
+    mixed[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
+    return mixed, 1 - (bottom - top) * (right - left) / size.prod()  # the border may cut the box
+
+# ------------------------------------ training ------------------------------------
+# What the loop below knows of images: these names and functions.
+METRIC = 'val_acc'    # best.pt and `compare --best` go by this validation figure:
+BETTER = max          # higher is better
+RESULTS = ['test_acc', 'best_test_acc', 'mean_loss']  # what `compare` tabulates: differences of
+BASELINE = dict(attention='softmax')  # the first; the case that `compare` and `bench` put first
+LABELS = {'loss': 'training loss (nats per image)', 'val_acc': 'validation accuracy (share)',
+          'seconds': 'seconds of training steps', 'mh': 'mean length, before the output projection',
+          'mh_out': 'mean length, after the output projection', 'cos_mh': 'cosine with X'}
+
+def make_model(c, data):
+    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
+    if data:
+        c = replace(c, classes=data.classes, num_classes=max(c.num_classes, len(data.classes)))
+    model = ViT(c)
+    if c.init and data:
+        load_weights(model, c.init)
+    return model
+
 def load_weights(model, path):
     """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized."""
     saved = load_checkpoint(path, own=False)
     weights = dict(saved.get('model', saved))
     if 'pos_embed' in weights:
-        g = math.isqrt(model.pos_embed.size(1) - 1)
+        g = math.isqrt(model.pos_embed.size(1))
         weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
     if len(weights.get('head.weight', ())) != len(model.head.weight):
         print(f'note    {path} is for other classes: output layer starts anew')
         weights.update({'head.weight': model.head.weight, 'head.bias': model.head.bias})
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
+def make_optimizer(model, c):
+    """SET-Adam [BF Sec. 5.3], or AdamW, which decays matrices named `weight`."""
+    if c.optimizer == 'set-adam':
+        return SETAdam(model.parameters(), c.learning_rate, eps=c.eps)
+    matrices, others = [], []
+    for name, p in model.named_parameters():
+        group = matrices if name.endswith('.weight') and p.dim() >= 2 else others
+        group.append(p)
+    groups = [dict(params=matrices, weight_decay=c.weight_decay),
+              dict(params=others, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, c.learning_rate)  # betas 0.9 and 0.999, as SET-Adam's
+
+@functools.lru_cache(2)
+def shuffled(seed, epoch, n):
+    return stream('shuffle', seed, epoch).permutation(n)
+
+def get_batch(data, c, step, micro, device):
+    """Images (B, 3, size, size), labels (B,), and the share that each image keeps of itself: this
+    process's rows of micro-batch `micro`, which follow from seed and step alone."""
+    images, labels = data.train
+    n, per_step = len(labels), c.batch_size * c.grad_accum_steps
+    begin = step * per_step  # in an endless sequence of shuffled epochs
+    rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)
+    places = range(begin, begin + per_step)[rows]
+    index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
+    chance = stream('chance', c.seed, step).random((per_step, DRAWS))[rows]
+    grown = 2 * c.patch_size * int(begin / n / 5)  # two patches more every five epochs
+    size = min(c.image_size, (c.first_size or c.image_size) + grown)  # in pixels
+    run = THREADS.map if images.ndim == 1 else map  # only decoding photos gains from threads
+    batch = run(lambda i, row: augment(images[i], row, c, size), index, chance)
+    x, y, share = normalise(np.stack(list(batch)), size, c, device), labels[index], 1.0
+    if c.mix:  # pairs images within a process: here the number of processes matters
+        x, share = mix(x, stream('mix', c.seed, step, micro, RANK))
+    return x, torch.from_numpy(y).to(device), share
+
+def loss_of(model, batch, c):
+    images, labels, share = batch
+    logits = model(images)  # (B, K)
+    loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
+    if c.mix:
+        other = F.cross_entropy(logits, labels.flip(0), label_smoothing=c.label_smoothing)
+        loss = share * loss + (1 - share) * other
+    return loss
+
+@torch.no_grad()
+def judge(model, part, c, device):
+    """Loss in nats per image, and accuracy, on part (images, labels)."""
+    images, labels = part
+    loss, right = 0.0, 0
+    for i in range(0, len(labels), c.batch_size):
+        x = normalise(images[i:i + c.batch_size], c.image_size, c, device)
+        y = torch.from_numpy(labels[i:i + c.batch_size]).to(device)
+        logits = model(x).float()  # (B, K)
+        loss += F.cross_entropy(logits, y, reduction='sum').item()
+        right += (logits.argmax(1) == y).sum().item()
+    return loss / len(labels), right / len(labels)
+
+DIAGNOSED = ['mh', 'update', 'mh_out', 'update_out', 'cos_mh', 'cos_update', 'alpha', 'gamma']
+
+@torch.no_grad()
+def diagnose(model, images):
+    """What the class token's attention does: for each layer a dict of means over the images, and
+    maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
+
+    mh = ||MH||, update = ||Phi|| or ||Delta||, *_out: of the same after W^o, cos_* its cosine with
+    the layer's input X, alpha = <MH,V> / <V,V>, gamma. Delta is never longer than MH [BF Eq. 11];
+    after W^o it can be, despite BF.
+    """
+    c, rows, maps = model.config, [], []
+    x, grid = model.embed(images)  # (B, T, C)
+    for block in model.blocks:
+        attn = block.attn
+        q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
+        update = ATTENTION[c.attention](mh, v, attn.gamma)
+        update = update[0] if type(update) is tuple else update  # of belief-star: Delta
+        token = x[:, 0]  # (B, C)
+        mh, v, update = [t[:, 0].flatten(1).to(x) for t in (mh, v, update)]  # (B, nh hs), not half
+        mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
+        figures = [mh.norm(dim=1), update.norm(dim=1),
+                   mh_out.float().norm(dim=1), update_out.float().norm(dim=1),
+                   F.cosine_similarity(mh_out, token), F.cosine_similarity(update_out, token),
+                   (mh * v).sum(1) / (v * v).sum(1), torch.as_tensor(attn.gamma)]
+        rows.append({name: x.float().mean().item() for name, x in zip(DIAGNOSED, figures)})
+        scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
+        if c.zero_diag:
+            scores[..., 0] = -math.inf
+        p = scores.softmax(-1).mean(1)[:, -math.prod(grid):]  # (B, h w): patches are the last
+        maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
+        x = block(x, grid)
+    return rows, maps
+
+def evaluate(model, data, c, device):
+    """On images held out from training, and, as 0.mh for layer 0, what diagnose finds in 64 of
+    them. Nothing here looks at the test set."""
+    loss, accuracy = judge(model, [x[:c.eval_rows or None] for x in data.val], c, device)
+    figures = dict(val_loss=loss, val_acc=accuracy)
+    layers, _ = diagnose(model, normalise(data.val[0][:64], c.image_size, c, device))
+    for i, layer in enumerate(layers):
+        figures.update({f'{i}.{name}': x for name, x in layer.items()})
+    return figures
+
+def finish(model, data, c, device, folder):
+    """Once, when training is over: accuracy on the test set, of the last and the best weights."""
+    figures = dict(test_acc=judge(model, data.test, c, device)[1])
+    if folder:
+        best = make_model(model.config, None).to(device).eval()
+        best.load_state_dict(load_checkpoint(Path(folder, 'best.pt'))['model'])
+        figures['best_test_acc'] = judge(best, data.test, c, device)[1]
+    return figures
+
+# --- training loop (identical in all four scripts; test_all.py checks)
+def schedule(step, c):
+    """Factor on the learning rate in a step, counted from 0."""
+    if step < c.warmup_iters:
+        return (step + 1) / (c.warmup_iters + 1)
+    left = c.max_iters - step
+    if c.schedule == 'cosine':
+        done = 1 - left / (c.max_iters - c.warmup_iters)
+        return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    if c.schedule == 'trapezoid':
+        return min(1.0, left / max(1, c.warmdown_iters))
+    return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
+
+def update(net, batches, c, optimizer, scaler, autocast):
+    """One optimiser step on the micro-batches together -> loss, norm of the gradients."""
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for batch in batches:
+        with autocast:
+            loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
+        scaler.scale(loss).backward()
+        total += loss.detach()
+    if WORLD > 1:  # sums over the processes
+        for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
+            dist.all_reduce(tensor)
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
+    scaler.step(optimizer)  # in float16: not where gradients overflowed
+    scaler.update()
+    return total.item(), norm.item()
+
+def train(c, folder=None, data=None):
+    """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
+
+    It yields before the first step and after each, with the step's clipped gradients still there;
+    log is a list of dicts of figures. Batch and dropout of a step follow from seed and step number,
+    so a run that was stopped goes on from its last checkpoint, in folder, bit for bit.
+    """
+    device, dtype = pick_device(c)
+    mark = identity(c, data)
+    if data is None:
+        data = load_data(c)
+    torch.manual_seed(c.seed)  # for parameters of your own
+    model = make_model(c, data).to(device)
+    optimizer = make_optimizer(model, c)
+    peak_lrs = [group['lr'] for group in optimizer.param_groups]
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
+          f'data    {getattr(data, "about", "handed in")}\n'
+          f'folder  {folder or "none: nothing is kept"}')
+    if c.warmup_iters >= c.max_iters > 0:
+        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
+
+    # go on where a run stopped
+    start, seconds, skipped, log = 0, 0.0, 0, []
+    if folder and Path(folder, 'ckpt.pt').exists() and not c.fresh:
+        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
+        if saved['identity'] != mark and not c.reuse:
+            fail(f'{folder} holds a run of other settings, code or data: name another folder')
+        model.load_state_dict(saved['model'])
+        optimizer.load_state_dict(saved['optimizer'])
+        scaler.load_state_dict(saved['scaler'])
+        start, seconds, skipped, log = saved['progress']
+        state = 'is finished' if start == c.max_iters else f'goes on from step {start}'
+        print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
+    if folder and RANK == 0 and start < c.max_iters:
+        write_origin(c, folder, model)
+
+    def keep(name):
+        if folder and RANK == 0:
+            save_checkpoint(Path(folder, name), dict(
+                model=model.state_dict(), optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(), config=asdict(model.config), identity=mark,
+                progress=(step, seconds, skipped, log)))
+            write_csv(Path(folder, 'log.csv'), log)
+
+    net = torch.compile(model) if c.compile else model
+    losses = []  # since the last evaluation
+    for step in range(start, c.max_iters + 1):
+        last_step = step == c.max_iters
+
+        # evaluate before the first step, every eval_interval steps, and after the last one
+        if (last_step or step % c.eval_interval == 0) and (not log or log[-1]['step'] < step):
+            row = dict(step=step, seconds=seconds)
+            if losses:
+                row['loss'] = sum(losses) / len(losses)
+            with autocast:
+                row.update(evaluate(model.eval(), data, c, device))
+            log.append(row)
+            if row[METRIC] == BETTER(row[METRIC] for row in log):
+                keep('best.pt')
+            if last_step:
+                if WORLD > 1:
+                    dist.barrier()  # until best.pt is there
+                row.update(finish(model, data, c, device, folder))
+                if dtype == torch.float16:
+                    row['skipped'] = skipped  # steps whose gradients overflowed
+            keep('ckpt.pt')
+            print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
+            losses = []
+        yield step, model, log
+        if last_step:
+            return
+
+        # one step on batches that follow from seed and step number
+        clock = time.time()
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
+        for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
+            group['lr'] = peak_lr * schedule(step, c)
+        batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
+        loss, norm = update(net.train(), batches, c, optimizer, scaler, autocast)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.get_scale() > 1):
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
+                                     'try a lower --learning-rate, or look at an edited formula')
+        skipped += not math.isfinite(norm)
+        losses.append(loss)
+        seconds += time.time() - clock
+        if (step + 1) % c.log_interval == 0:
+            pace = seconds / (step + 1)
+            print(f'step {step + 1}/{c.max_iters}, loss {loss:.4f}, {1000 * pace:.0f} ms a step, '
+                  f'{(c.max_iters - step - 1) * pace / 60:.1f} min left', flush=True)
+# --- end of training loop
+
+# ------------------------------------ report, predict, inspect ------------------------------------
 def linear_accuracy(data, c):
     """A yardstick: test accuracy of ridge regression on the pixels of up to 10,000 images."""
     x, y = [], []
@@ -1241,12 +1034,41 @@ def linear_accuracy(data, c):
     return ((x[1] @ weights).argmax(1) == y[1]).float().mean().item()
 
 def report(c, model, log):
-    """What came out, beside a yardstick."""
+    """What came out: a text, and yardsticks {name: accuracy}."""
     data, last = load_data(c), log[-1]
-    print(f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
-          f'{100 * last["best_test_acc"]:.1f} %\n'
-          f'        a linear model of the same pixels: {100 * linear_accuracy(data, c):.1f} %, '
-          f'chance: {100 / len(data.classes):.1f} %')
+    linear = linear_accuracy(data, c)
+    return (f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
+            f'{100 * last["best_test_acc"]:.1f} %\n'
+            f'        a linear model of the same pixels: {100 * linear:.1f} %, '
+            f'chance: {100 / len(data.classes):.1f} %',
+            {'linear model, on the test set': linear, 'chance': 1 / len(data.classes)})
+
+def draw_images(path, rows, titles=()):
+    """A row of images (B, 3, H, W), colours from 0 to 1, for each label in rows."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print(f'no {path.name}: pictures need `pip install matplotlib`')
+    if RANK:
+        return
+    columns = max(len(images) for images in rows.values())
+    picture = Figure(figsize=(1 + 1.5 * columns, 1.7 * len(rows)), layout='tight')
+    axes = picture.subplots(len(rows), columns, squeeze=False)
+    for line, (label, images) in zip(axes, rows.items()):
+        line[0].set_ylabel(label)
+        for axis, image in zip(line, images.cpu()):
+            axis.imshow(image.permute(1, 2, 0))
+            axis.set(xticks=[], yticks=[])
+    for axis, title in zip(axes[0], titles):
+        axis.set_title(title, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path)
+    print(f'picture {path}')
+
+def visible(x, c):
+    """Normalised images (B, 3, H, W) -> their colours, from 0 to 1."""
+    mean, std = mean_and_std(c, x.device)
+    return ((x * std + mean) / 255).clip(0, 1)
 
 @torch.no_grad()
 def predict(c):
@@ -1254,81 +1076,486 @@ def predict(c):
     if not c.images:
         fail('predict needs --images PHOTO')
     run, model = load_run(c)
+    x = normalise(np.array(c.images), run.image_size, run, model.head.weight.device)
+    chances = model(x)[:, :len(run.classes)].softmax(-1)  # (B, K)
+    print(f'a run that knows {len(run.classes)} classes: {", ".join(run.classes)}')
     answers = []
-    for image in c.images:
-        x = normalise(np.array([image]), run.image_size, run, model.head.weight.device)
-        chances = model(x)[0, :len(run.classes)].softmax(-1)
-        best = [(run.classes[i], chances[i].item()) for i in chances.argsort(descending=True)[:5]]
-        print(f'{image}: ' + ', '.join(f'{name} {100 * p:.1f} %' for name, p in best))
+    for path, p in zip(c.images, chances):
+        best = [(run.classes[i], p[i].item()) for i in p.argsort(descending=True)[:5]]
         answers.append(best)
+        print(f'{path}: ' + ', '.join(f'{name} {100 * share:.1f} %' for name, share in best))
+    titles = ['\n'.join(f'{name} {100 * share:.1f} %' for name, share in best[:3])
+              for best in answers]
+    draw_images(Path(c.out_dir, SCRIPT, 'predict.png'), {'as the model sees it': visible(x, run)},
+                titles)
     return answers
 
-@torch.no_grad()
-def diagnose(model, images):
-    """What the class token's attention does: for each layer a dict of means over the images, and
-    maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
-
-    mh: ||MH||; update: ||Phi|| or ||Delta||; *_out: the same after W^o; cos_*: its cosine with the
-    layer's input X; alpha. Delta is never longer than MH [BF Eq. 11]; after W^o it can, despite BF.
-    """
-    c, rows, maps = model.config, [], []
-    x, grid = model.embed(images)
-    for block in model.blocks:
-        attn = block.attn
-        q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
-        update = ATTENTION[c.attention](mh, v, attn.gamma)
-        update = update[0] if type(update) is tuple else update
-        v, mh, update = [t[:, 0].flatten(1) for t in (v, mh, update)]  # (B, nh hs)
-        mh_out, update_out = mh @ attn.proj.weight.T, update @ attn.proj.weight.T
-        figures = dict(
-            mh=mh.norm(dim=1), update=update.norm(dim=1), mh_out=mh_out.norm(dim=1),
-            update_out=update_out.norm(dim=1), cos_mh=F.cosine_similarity(mh_out, x[:, 0]),
-            cos_update=F.cosine_similarity(update_out, x[:, 0]),
-            alpha=(mh * v).sum(1) / (v * v).sum(1))
-        rows.append({name: value.mean().item() for name, value in figures.items()})
-        scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
-        if c.zero_diag:
-            scores[..., 0] = -math.inf
-        p = scores.softmax(-1).mean(1)[:, 1:]  # (B, h w)
-        maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
-        x = block(x, grid)
-    return rows, maps
-
-def draw_maps(path, images, maps):
-    """A row of images, and for each layer a row of them lit where the class token looks."""
-    try:
-        from matplotlib.image import imsave
-    except ImportError:
-        return
-    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
-    rows = [(images - low) / (high - low)]
-    for light in maps:
+def inspect_layers(c):
+    """The layers of a run, trained first if it is not yet: BF's Fig. 3, over the steps, and where
+    the class token looks in eight images."""
+    folder = run_folder(c)
+    model, log = train_to_end(c, folder)
+    layers = {}
+    for i in range(c.depth):
+        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
+        layers[f'layer {i}'] = [rows]
+        print(f'layer {i}: {show({name: rows[-1][name] for name in DIAGNOSED})}')
+    print(diagnose.__doc__.partition('\n\n')[2].rstrip())
+    draw(folder / 'inspect.png', layers, [
+        ('step', 'mh', 'update'), ('step', 'mh_out', 'update_out'),
+        ('step', 'cos_mh', 'cos_update'), ('step', 'alpha')])
+    images = normalise(load_data(c).val[0][:8], c.image_size, c, pick_device(c)[0])
+    _, maps = diagnose(model.eval(), images)
+    pictures = {'image': visible(images, c)}
+    for name, light in zip(layers, maps):
         light = F.interpolate(light[:, None], images.shape[2:])  # (B, 1, H, W)
-        rows.append((0.2 + 0.8 * light) * rows[0])
-    tiles = F.pad(torch.stack(rows), (1, 1, 1, 1), value=1.0)  # (rows, B, 3, H, W)
-    sheet = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # (height, width, 3)
-    imsave(path, sheet.repeat_interleave(3, 0).repeat_interleave(3, 1).cpu().numpy())
+        pictures[name] = (0.2 + 0.8 * light) * pictures['image']
+    draw_images(folder / 'attention.png', pictures)
+    return log
+
+# ------------------------------------ tools ------------------------------------
+# --- tools (identical in all four scripts; test_all.py checks)
+SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
+
+def count(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+def show(row):
+    """The figures of a row of a log, as text, but those of single layers (0.mh)."""
+    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
+                     if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
+
+def pick_device(c):
+    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
+    if name == 'auto':  # mps is untested: check against --device cpu
+        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if name.partition(':')[0] not in ('cpu', 'cuda', 'mps') or name.startswith('cuda') and not cuda:
+        fail(f'--device {name}: PyTorch finds no such device here')
+    if name == 'cuda':
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    if name.startswith('cuda'):
+        torch.cuda.set_device(name)
+    if dtype == 'auto':
+        dtype = 'float32'
+        if name.startswith('cuda'):
+            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
+    torch.set_num_threads(c.threads or torch.get_num_threads())
+    return torch.device(name), getattr(torch, dtype)
+
+# -------- files
+def save_checkpoint(path, state):
+    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
+    torch.save(dict(state, script=SCRIPT), buffer)
+    path.with_suffix('.part').write_bytes(buffer.getvalue())
+    os.replace(path.with_suffix('.part'), path)
+
+def load_checkpoint(path, own=True):
+    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
+    try:
+        saved = torch.load(path, map_location='cpu', weights_only=True)
+        if own and saved['script'] != SCRIPT:
+            raise ValueError(f'{saved["script"]}.py wrote it')
+        return saved
+    except Exception as error:  # PyTorch raises half a dozen kinds
+        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
+
+def write_csv(path, rows):
+    if RANK:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'w', newline='') as file:
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+        writer.writeheader()
+        writer.writerows(rows)
+
+def read_csv(path):
+    """-> a dict for each row, with numbers where they are numbers."""
+    def number(text):
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    with open(path, newline='') as file:
+        return [{key: number(text) for key, text in row.items() if text}
+                for row in csv.DictReader(file)]
+
+def draw(path, logs, panels, levels={}, results={}):
+    """A panel for each (x, y) or (x, y, second y), with a line per log; logs is {label: [log, ...]}.
+    levels {label: y} are yardsticks beside METRIC; results {label: (figure, half its interval)}."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print(f'no {path.name}: pictures need `pip install matplotlib`')
+    if RANK:
+        return
+    n = len(panels) + bool(results)
+    picture = Figure(figsize=(5 * n, 4), layout='tight')
+    axes = picture.subplots(1, n, squeeze=False)[0]
+    for axis, (x, *names) in zip(axes, panels):
+        for i, (label, runs) in enumerate(logs.items()):
+            axis.plot([], [], f'C{i}.-', label=label)
+            for log, (name, line) in itertools.product(runs, zip(names, ('-', '--'))):
+                rows = [row for row in log if name in row and row.get('step') != 0]  # 0: far off
+                axis.plot([row[x] for row in rows], [row[name] for row in rows], f'C{i}.{line}')
+        for label, y in levels.items() if METRIC in names else ():
+            axis.axhline(y, color='grey', linestyle=':', label=label)
+        axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
+                 title=', dashed: '.join(names))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    for i, (label, (figure, half)) in enumerate(results.items()):
+        axes[-1].errorbar(figure, -i, xerr=half, fmt=f'C{i}o', label=label)
+        axes[-1].set(title=f'{RESULTS[0]}: difference from the first, its interval', yticks=[])
+        axes[-1].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path)
     print(f'picture {path}')
 
-def inspect_layers(c):
-    """Train and measure each layer: BF's Fig. 3, which shows the first epoch, and maps."""
-    data = load_data(c)
-    images = normalise(data.val[0][:64], c.image_size, c, pick_device(c)[0])
-    rows = []
-    for step, model, log in train(c):
-        if step % c.eval_interval == 0 or step == c.max_iters:
-            layers, maps = diagnose(model.eval(), images)
-            rows += [dict(step=step, layer=i, **figures) for i, figures in enumerate(layers)]
-    for row in rows[-c.depth:]:
-        print(f'layer {row["layer"]}: {show(row)}')
-    print(diagnose.__doc__.partition('\n\n')[2].rstrip())
-    folder = run_folder(c, 'inspect-')
-    write_csv(folder / 'inspect.csv', rows)
-    logs = {f'layer {i}': [rows[i::c.depth]] for i in range(c.depth)}
-    draw(folder / 'inspect.png', logs, [('step', name) for name in layers[0]])
+# -------- what names a run
+def settings(c):
+    """The fields above `device`: what tells one run from another."""
+    names = [f.name for f in fields(c)]
+    return {name: getattr(c, name) for name in names[:names.index('device')]}
+
+def sources():
+    """The text of this script, and of the notebook cells that put functions of theirs into it."""
+    values = [x for x in globals().values() if getattr(x, '__module__', '') == '__main__']
+    for table in ('ATTENTION', 'READINGS', 'KINDS', 'SHAPES'):
+        values += globals().get(table, {}).values()
+    for kind in [x for x in values if isinstance(x, type) and x is not Config]:
+        values += vars(kind).values()
+    values = [inspect.unwrap(x) for x in values]  # of torch.no_grad, for one
+    files = {x.__code__.co_filename for x in values if hasattr(x, '__code__')}
+    return sorted({SOURCE, *(''.join(linecache.getlines(file)) for file in files)} - {''})
+
+def checksum(x):
+    """Of numbers or bytes by what they hold, of all else by how it prints."""
+    if isinstance(x, (list, tuple)):
+        return zlib.crc32(repr([checksum(part) for part in x]).encode())
+    if isinstance(x, (np.ndarray, torch.Tensor)) and np.asarray(x).dtype.kind in 'biuf':
+        return zlib.crc32(np.ascontiguousarray(x))
+    return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
+
+def run_name(c, dtype=None):
+    """VARIANT-sSEED-SETTINGS: the last a checksum of c's settings with the dtype in use."""
+    facts = {**settings(c), 'dtype': dtype or str(pick_device(c)[1])[6:]}
+    return f'{c.variant}-s{c.seed}-{checksum(facts):08x}'
+
+def identity(c, data=None):
+    """run_name and a checksum of the script and the data: files, or what was handed to train."""
+    paths = [path for path in data_files(c) if path.is_file()] if data is None else []
+    small = sum(path.stat().st_size for path in paths) < 2 ** 28
+    content = [path.read_bytes() if small else (path.name, path.stat().st_size) for path in paths]
+    if data is not None:
+        content = [*vars(data).items()]
+    return f'{run_name(c)}-{checksum([sources(), content]):08x}'
+
+def run_folder(c, data=None):
+    """out/SCRIPT/VARIANT-sSEED-SETTINGS-CODE: any change of settings, code or data trains anew.
+    --reuse takes the newest finished run of these settings, whatever has been edited since."""
+    out = Path(c.out_dir, SCRIPT)
+    folder = out / identity(c, data)
+    logs = sorted(out.glob(run_name(c) + '-*/log.csv'), key=os.path.getmtime, reverse=True)
+    for log in logs if c.reuse else ():
+        if read_csv(log)[-1]['step'] == c.max_iters:
+            if log.parent != folder:
+                print(f'note    --reuse takes {log.parent}: code or data have changed since')
+            return log.parent
+    others = [dtype for dtype in ('float32', 'bfloat16', 'float16') if not logs
+              and any(out.glob(run_name(c, dtype) + '-*/log.csv'))]
+    if others:
+        print(f'note    a run of these settings exists in {others[0]}; this one is another')
+    return folder
+
+def write_origin(c, folder, model):
+    """config.json: what a person, or a row of runs.csv, has to know of a run."""
+    device, dtype = pick_device(c)
+    machine = platform.processor() or platform.machine()
+    if device.type == 'cuda':
+        machine = f'cuda {torch.cuda.get_device_capability()}'
+    elif Path('/proc/cpuinfo').exists():  # Linux
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        machine = next((x.partition(': ')[2] for x in lines if x.startswith('model name')), machine)
+    blob = SOURCE.encode()
+    blob = hashlib.sha1(b'blob %d\0' % len(blob) + blob).hexdigest()  # git's name for the script
+    origin = dict(settings(c), dtype=str(dtype)[6:], script=blob, parameters=count(model),
+                  torch=torch.__version__, python=platform.python_version(), machine=machine)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, 'config.json').write_text(json.dumps(origin, indent=1), 'utf-8')
+
+# -------- train
+def load_run(c):
+    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
+    out = Path(c.out_dir, SCRIPT)
+    if not c.run and not (out / 'last').exists():
+        fail(f'no run in {out}: train first, or name a folder with --run')
+    saved = load_checkpoint(Path(c.run or out / (out / 'last').read_text(), 'best.pt'))
+    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
+    model = make_model(c, None).to(pick_device(c)[0])
+    model.load_state_dict(saved['model'])
+    return c, model.eval()
+
+def train_to_end(c, folder):
+    """Train as far as the run in folder is not yet -> model, log."""
+    log = []
+    try:
+        for step, model, log in train(c, folder):
+            pass
+    except KeyboardInterrupt:
+        step = f' from step {log[-1]["step"]}' if log else ''
+        raise KeyboardInterrupt(f'the same command goes on{step}')
+    return model, log
+
+def train_and_report(c):
+    folder = run_folder(c)
+    model, log = train_to_end(c, folder)
+    result = folder / 'result.txt'
     if RANK == 0:
-        draw_maps(folder / 'attention.png', images[:8], [map[:8] for map in maps])
-    return rows
+        if c.fresh or not result.exists():
+            text, levels = report(c, model, log)
+            panels = [('step', 'loss'), ('step', METRIC)]
+            draw(folder / 'curves.png', {c.variant: [log]}, panels, levels)
+            result.write_text(text, 'utf-8')
+        (folder.parent / 'last').write_text(folder.name)  # for load_run
+        print(result.read_text('utf-8'))
+    return dict(log[-1], log=log, folder=folder)
+
+# -------- compare
+def cases_of(c):
+    """{name: Config}, the baseline first: rows of --table, every combination of --over FIELD=A,B,
+    or both crossed."""
+    types = {f.name: f.type for f in fields(c)}
+    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
+    for spec in c.over:
+        field, _, values = spec.partition('=')
+        if types.get(field, list) is list or not values:
+            fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
+        crossed = {}
+        for (name, case), text in itertools.product(cases.items(), values.split(',')):
+            try:
+                value = text.lower() == 'true' if types[field] is bool else types[field](text)
+            except ValueError:
+                fail(f'--over {spec}: {text} is no {types[field].__name__}')
+            crossed[f'{name} {text}'.strip()] = {**case, field: value}
+        cases = crossed
+    cases = {name: replace(c, **case) for name, case in cases.items()}
+    return dict(sorted(cases.items(), key=lambda item: not is_baseline(vars(item[1]))))
+
+def is_baseline(row):
+    return all(row[name] == value for name, value in BASELINE.items())
+
+def seed_list(text):
+    """'0,1,2' -> [0, 1, 2]"""
+    try:
+        return [int(word) for word in text.split(',') if word]
+    except ValueError:
+        fail(f'seeds are numbers such as 0,1,2, not {text}')
+
+def train_all(cases, seeds, role, path, rows):
+    """Train every case with every seed: a row in rows, and in the csv at path, for each run."""
+    begin, n = time.time(), len(seeds) * len(cases)
+    for i, (seed, (case, c)) in enumerate(itertools.product(seeds, cases.items())):
+        left = f', about {(time.time() - begin) / i * (n - i) / 60:.0f} min left' if i else ''
+        print(f'\n{case}, seed {seed}: run {i + 1} of {n}{left}')
+        c = replace(c, seed=seed)
+        folder = run_folder(c)
+        try:
+            _, log = train_to_end(c, folder)
+            figures = {name: x for name, x in log[-1].items() if '.' not in name}
+            figures['mean_loss'] = np.mean([row['loss'] for row in log if 'loss' in row])
+            if math.isnan(figures[METRIC]):
+                raise FloatingPointError(f'{METRIC} is nan')
+        except FloatingPointError as error:
+            print(f'counts as worst: {error}')
+            worst = math.inf if BETTER is min else -math.inf
+            figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
+        origin = json.loads((folder / 'config.json').read_text('utf-8'))
+        rows.append(dict(case=case, role=role, **origin, **figures, run=folder.name))
+        write_csv(path, rows)
+
+def compare(c):
+    """Train every case with every seed on the same batches; differences are paired by seed."""
+    out = Path(c.out_dir, SCRIPT)
+    folder = out / f'compare-{checksum([repr(c), sources()]):08x}'
+    if c.from_csv:
+        rows = [row for path in c.from_csv.split(',') for row in read_csv(path)]
+    else:
+        cases, seeds, final, rows = cases_of(c), seed_list(c.seeds), seed_list(c.final_seeds), []
+        if set(seeds) & set(final) or final and not c.best:
+            fail('--final-seeds judge what --best chose by other --seeds')
+        if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
+            fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
+        train_all(cases, seeds, 'choosing' if final else 'judging', folder / 'runs.csv', rows)
+        if final:
+            best = {case: cases[case] for case in choose(c.best, rows)}
+            train_all(best, final, 'judging', folder / 'runs.csv', rows)
+        rows = read_csv(folder / 'runs.csv')
+
+    judging = [row for row in rows if row['role'] == 'judging']
+    if c.best:
+        chosen = choose(c.best, [row for row in rows if row['role'] == 'choosing'] or judging)
+        judging = [row for row in judging if row['case'] in chosen]
+        lines = {case: [line] for case, line in chosen.items()}
+        draw(folder / f'{c.best}.png', lines, [(c.best, METRIC)])
+    table = tabulate(judging)
+    logs = {row['case']: [] for row in table}
+    for row in judging:
+        if (out / row['run'] / 'log.csv').exists():
+            logs[row['case']].append(read_csv(out / row['run'] / 'log.csv'))
+    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)],
+         results={row['case']: (row['diff'], row['half']) for row in table})
+    return table
+
+def choose(field, rows):
+    """Among cases that differ only in `field`, the one with the best mean METRIC -> {case: [the
+    group's means, as rows of field and METRIC]}."""
+    others = [name for name in settings(Config()) if name not in (field, 'seed')]
+    groups = {}
+    for row in rows:
+        group = groups.setdefault(repr([row.get(name) for name in others]), {})
+        group.setdefault(row['case'], []).append(row)
+    print(f'\n{METRIC}, mean over the seeds that choose {field}')
+    chosen = {}
+    for group in groups.values():
+        cases = sorted(group, key=lambda case: group[case][0][field])
+        means = {case: np.mean([row[METRIC] for row in group[case]]) for case in cases}
+        best = BETTER(means, key=means.get)
+        for case, mean in means.items():
+            print(f'{case:30}{mean:9.4f} x {len(group[case])}', '*' if case == best else '')
+        if best in (cases[0], cases[-1]):
+            print(f'* is at the end of the range: a better {field} may lie beyond it')
+        chosen[best] = [{field: group[case][0][field], METRIC: means[case]} for case in cases]
+    return chosen
+
+def deviation(values):
+    """Standard deviation, nan of a single value."""
+    return np.std(values, ddof=1) if len(values) > 1 else math.nan
+
+def student(gaps, tests=1):
+    """Of paired differences: half the interval of their mean that holds at 95 % for all of so many
+    tests together (Bonferroni), and the two-sided p that this one's mean is 0.
+    With t = sqrt(n - 1) tan(a), the angle a has a density proportional to cos(a)^(n - 2)."""
+    n, error = len(gaps), deviation(gaps) / len(gaps) ** 0.5  # of the mean
+    if not error > 1e-9 * abs(np.mean(gaps)):  # one run, or always the same
+        return math.nan, math.nan
+    angle = np.linspace(0, math.pi / 2, 100_001)[:-1]
+    t = (n - 1) ** 0.5 * np.tan(angle)
+    chance = np.cumsum(np.cos(angle) ** (n - 2))
+    chance /= chance[-1]  # of a |t| up to this one
+    half = error * t[np.searchsorted(chance, 1 - 0.05 / tests)]
+    return half, 1 - np.interp(abs(np.mean(gaps)) / error, t, chance)
+
+@np.errstate(all='ignore')  # a diverged run's figures are infinite
+def tabulate(rows):
+    """Print rows of runs.csv by case, with differences from the baseline or else the first case
+    -> a dict for each case."""
+    figure, *others = *RESULTS, 'seconds'
+    others += ['skipped'] if 'skipped' in rows[0] else []  # steps, by float16
+    cases, table = {}, []
+    for row in sorted(rows, key=lambda row: not is_baseline(row)):
+        cases.setdefault(row['case'], {})[row['seed']] = row
+    first, *rest = cases.values()
+    tests = sum(len(own) > 1 for own in rest)
+    print(f'\n{figure}, {len(first)} seeds. Differences from row 1 are paired by seed; their +- holds '
+          f'at 95 %\nfor {tests} rows together (Bonferroni), p is for a row alone; others are means.\n'
+          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>7}'
+          + ''.join(f'{name[:9]:>10}' for name in others))
+    for case, own in cases.items():
+        own_rows = list(own.values())
+        values = [row[figure] for row in own_rows]
+        gaps = [row[figure] - first[seed][figure] for seed, row in own.items() if seed in first]
+        row = dict(case=case, size=own_rows[0]['parameters'] / 1e6, mean=np.mean(values),
+                   sd=deviation(values), diff=np.mean(gaps))
+        row['half'], row['p'] = student(gaps, max(1, tests))
+        for name in others:
+            row[name] = np.mean([one[name] for one in own_rows])
+        table.append(row)
+        print('{case:24}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{half:8.4f}{p:7.3f}'
+              .format(**row).replace('nan', '  -') + ''.join(f'{row[name]:10.4g}' for name in others))
+        for seed, one in own.items():
+            if math.isinf(one[figure]):
+                print(f'  seed {seed} diverged, and counts as worst')
+    return table
+
+def bench(c):
+    """Time a training step of every case in turn, on the same batches, so that noise hits all."""
+    device, dtype = pick_device(c)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    cases, data, models, times = cases_of(c), load_data(c), {}, {}
+    for case, own in cases.items():
+        model = make_model(own, data).to(device).train()
+        models[case], times[case] = (model, make_optimizer(model, own)), []
+    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up
+        batches = [get_batch(data, c, step, i, device) for i in range(c.grad_accum_steps)]
+        for case, (model, optimizer) in models.items():
+            clock = time.perf_counter()
+            update(model, batches, cases[case], optimizer, scaler, autocast)  # ends in .item()
+            times[case].append(time.perf_counter() - clock)
+    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
+    first = np.array(next(iter(times.values())))
+    for case, own in times.items():
+        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
+        print(f'{case:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
+    return times
+
+# -------- the command line
+def parse(argv):
+    """argv -> action, Config."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    action = words.pop(0) if words and not words[0].startswith('-') else 'train'
+    if action not in ACTIONS:
+        fail(f'{action}: choose from {", ".join(ACTIONS)}')
+    p = argparse.ArgumentParser(
+        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
+        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
+        allow_abbrev=False)
+    p.error = lambda message: fail(f'{message} (see --help)')
+    p.add_argument('--preset', choices=PRESETS, default='tiny', help='settings; flags override')
+    flags = ['--preset', *('--' + f.name.replace('_', '-') for f in fields(Config))]
+    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
+    for f, flag in zip(fields(Config), flags[1:]):
+        p.add_argument(flag, '--' + f.name, help=argparse.SUPPRESS,
+                       **kinds.get(f.type, dict(type=f.type)))
+    given, unknown = p.parse_known_args(words)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
+        fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
+    given = vars(given)
+    for i, spec in enumerate(given.get('over', ())):  # learning-rate=1e-3 is as good
+        field, equals, values = spec.partition('=')
+        given['over'][i] = field.replace('-', '_') + equals + values
+    preset = given.pop('preset')
+    if preset == 'tiny' and torch.cuda.is_available():
+        print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+    return action, Config(**{**PRESETS[preset], **given})
+
+def main(argv=None):
+    """Do what the command line says -> the figures that came out."""
+    if RANK:
+        sys.stdout = open(os.devnull, 'w')
+    action, c = parse(argv)
+    pick_device(c)
+    if WORLD > 1:
+        dist.init_process_group()
+    try:
+        return ACTIONS[action](c)
+    except KeyboardInterrupt as stop:
+        print(f'\nstopped; {stop}')
+        raise SystemExit(130)
+    except torch.OutOfMemoryError:
+        message = 'out of memory: a smaller --batch-size with more --grad-accum-steps needs less'
+    except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
+        message = str(error)
+    finally:
+        if WORLD > 1:
+            dist.destroy_process_group()
+    fail(message)  # out here, where a notebook's memory of the error keeps no tensors alive
+# --- end of tools
 
 ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
            'inspect': inspect_layers, 'predict': predict}
