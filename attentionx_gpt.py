@@ -613,7 +613,7 @@ def train(c, folder=None, data=None):
         start, seconds, skipped, log = saved['progress']
         state = 'is finished' if start == c.max_iters else f'goes on from step {start}'
         print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
-    if folder and RANK == 0 and start < c.max_iters:
+    if folder and RANK == 0 and (not log or start < c.max_iters):
         write_origin(c, folder, model)
 
     def keep(name):

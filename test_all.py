@@ -2326,6 +2326,11 @@ def test_intervals(tmp_path):
         close([row['diff'], row['half']], [mean, 6.205 * sd / 3 ** 0.5], 2e-3)  # t at 1 - .05 / 2
     assert 'nan' not in one.out and '+1.0000       -      -' in one.out, one.out
 
+def test_compare_untrained(tmp_path):
+    """Runs of no steps at all are compared too: masks are judged untrained."""
+    rows = done(mask, 'compare', *tiny(mask, tmp_path, '--over', 'max_iters=0,2', '--seeds', '0'))
+    assert len(rows) == 2 and rows[0]['mean'] != rows[1]['mean'], rows
+
 def test_compare_and_bench(tmp_path):
     """Each script's, once; a second time everything is found."""
     for script in SCRIPTS:
