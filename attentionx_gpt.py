@@ -976,7 +976,8 @@ def train_all(cases, seeds, role, path, rows):
         try:
             _, log = train_to_end(c, folder)
             figures = {name: x for name, x in log[-1].items() if '.' not in name}
-            figures['mean_loss'] = np.mean([row['loss'] for row in log if 'loss' in row])
+            losses = [row['loss'] for row in log if 'loss' in row] or [math.nan]  # over the steps
+            figures['mean_loss'] = sum(losses) / len(losses)
             if math.isnan(figures[METRIC]):
                 raise FloatingPointError(f'{METRIC} is nan')
         except FloatingPointError as error:
