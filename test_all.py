@@ -2223,7 +2223,12 @@ def test_any_edit_trains_anew(tmp_path):
     for script, before, after in (
             (gpt, 'v - gamma * mh', 'v - 2 * gamma * mh'), (gpt, 'F.gelu', 'F.silu'),
             (gpt, 'F.cross_entropy', '2 * F.cross_entropy'), (gpt, 'optim.AdamW', 'optim.Adam'),
-            (gpt, '# ----', '# a comment\n# ----')):
+            (gpt, '# ----', '# a comment\n# ----'), (vit, '0.866 * abs(x)', '0.8 * abs(x)'),
+            (vit, '0.08 + 0.92', '0.1 + 0.9'), (vit, 'SOLARIZED = ', 'SOLARIZED = 1 - '),
+            (detr, 'x >= tip * (1 - y)', 'x >= tip'), (detr, '(1 - giou)', '(2 - giou)'),
+            (detr, 'F.relu(self.bn3', 'F.gelu(self.bn3'), (mask, 'p.exp() * (p - q)', 'p - q'),
+            (mask, "('<=', 1e-3)", "('<=', 1e-2)"),
+            (mask, 'learning_rate=c.teacher_lr', 'learning_rate=1e-3')):
         c = script.Config()
         old = script.run_folder(c)
         with edited(script, before, after):
