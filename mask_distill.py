@@ -276,6 +276,7 @@ class Config:
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
     from_csv: str = ''             # compare: tabulate these runs.csv files, A,B, not training
+    figure: str = ''               # compare: the figure to test, e.g. mean_loss; default: the result
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -781,8 +782,6 @@ def train(c, folder=None, data=None):
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "handed in")}\n'
           f'folder  {folder or "none: nothing is kept"}')
-    if c.warmup_iters >= c.max_iters > 0:
-        print(f'note    all {c.max_iters} steps are warmup, of --warmup-iters {c.warmup_iters}')
 
     # go on where a run stopped
     start, seconds, skipped, log = 0, 0.0, 0, []
@@ -1099,7 +1098,7 @@ def draw(path, logs, panels, levels={}, results={}):
         axis.legend(fontsize=8)
     for i, (label, (figure, half)) in enumerate(results.items()):
         axes[-1].errorbar(figure, -i, xerr=half, fmt=f'C{i}o', label=label)
-        axes[-1].set(title=f'{RESULTS[0]}: difference from the first, its interval', yticks=[])
+        axes[-1].set(title='result: difference from the first, its interval', yticks=[])
         axes[-1].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path)
@@ -1263,7 +1262,8 @@ def train_all(cases, seeds, role, path, rows):
         except FloatingPointError as error:
             print(f'counts as worst: {error}')
             worst = math.inf if BETTER is min else -math.inf
-            figures = dict(dict.fromkeys([METRIC, *RESULTS], worst), seconds=math.nan)
+            figures = {**dict.fromkeys([METRIC, *RESULTS], worst), 'seconds': math.nan,
+                       'mean_loss': math.nan}
         origin = json.loads((folder / 'config.json').read_text('utf-8'))
         rows.append(dict(case=case, role=role, **origin, **figures, run=folder.name))
         write_csv(path, rows)
@@ -1292,7 +1292,7 @@ def compare(c):
         judging = [row for row in judging if row['case'] in chosen]
         lines = {case: [line] for case, line in chosen.items()}
         draw(folder / f'{c.best}.png', lines, [(c.best, METRIC)])
-    table = tabulate(judging)
+    table = tabulate(judging, c.figure or RESULTS[0])
     logs = {row['case']: [] for row in table}
     for row in judging:
         if (out / row['run'] / 'log.csv').exists():
@@ -1341,11 +1341,13 @@ def student(gaps, tests=1):
     return half, 1 - np.interp(abs(np.mean(gaps)) / error, t, chance)
 
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
-def tabulate(rows):
-    """Print rows of runs.csv by case, with differences from the baseline or else the first case
-    -> a dict for each case."""
-    figure, *others = *RESULTS, 'seconds'
-    others += ['skipped'] if 'skipped' in rows[0] else []  # steps, by float16
+def tabulate(rows, figure):
+    """Print rows of runs.csv by case, with a figure's differences from the baseline, or else the
+    first case -> a dict for each case."""
+    if figure not in rows[0]:
+        fail(f'--figure {figure}: choose from {", ".join(rows[0])}')
+    others = [name for name in (*RESULTS, 'seconds', 'skipped')  # skipped: steps, in float16
+              if name in rows[0] and name != figure]
     cases, table = {}, []
     for row in sorted(rows, key=lambda row: not is_baseline(row)):
         cases.setdefault(row['case'], {})[row['seed']] = row

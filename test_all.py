@@ -2313,8 +2313,11 @@ def test_compare_at_best(tmp_path):
         runs, = tmp_path.glob('*/compare-*/runs.csv')
         again = run(gpt, 'compare', '--from-csv', runs, '--best', 'learning_rate', *flags[-2:])
         table = out[out.rindex('\nval_loss, mean over'):]
-        assert [line for line in again.out.splitlines() if 'picture' not in line] == [
-            line for line in table.splitlines() if 'picture' not in line]
+        no_pictures = lambda text: [line for line in text.splitlines() if 'picture' not in line]
+        assert no_pictures(again.out) == no_pictures(table)
+        losses = done(gpt, 'compare', '--from-csv', runs, '--figure', 'mean_loss', *flags[-2:])
+        close(losses[0]['diff'], 0, 0)
+        refuse(gpt, ['--figure', 'val_loss'], 'compare', '--from-csv', runs, '--figure', 'x')
         with patch.object(gpt, 'BETTER', max):
             rows = done(gpt, *flags, '--best', 'learning_rate')
         assert [row['case'] for row in rows] == ['1e-3 softmax', '4e-3 belief'], rows
