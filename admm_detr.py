@@ -252,7 +252,7 @@ ATTENTION = {  # (q, k, padding (B, N) or None, own, config) -> coefficients x (
     'admm-printed': admm_printed,
     'admm-vanilla-printed': functools.partial(admm_printed, vanilla=True),  # [OA Eq. 3]
 }
-PROJECTED = {'softmax'}  # rows with W_q, W_k, W_v and an output projection
+PROJECTED = {'softmax'}  # rows with W_q, W_k, W_v and an output projection: name yours too
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -663,7 +663,7 @@ def stream(name, *numbers):
     """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-SHAPES = {  # name -> which points (x, y) of its box, 0 to 1, are inside; a triangle's tip is at any x
+SHAPES = {  # name -> which points (x, y) of its box, 0 to 1, are inside: it should touch all sides
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
     'triangle': lambda x, y, tip: (x >= tip * (1 - y)) & (x <= 1 - (1 - tip) * (1 - y)),
@@ -1168,9 +1168,10 @@ def update(net, batches, c, optimizer, scaler, autocast):
 def train(c, folder=None, data=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each, with the step's clipped gradients still there;
-    log is a list of dicts of figures. Batch and dropout of a step follow from seed and step number,
-    so a run that was stopped goes on from its last checkpoint, in folder, bit for bit.
+    It yields at once, and after each step with the step's gradients, clipped, still there; log is
+    a list of dicts of figures. Batch and dropout of a step follow from seed and step number, so a
+    run that was stopped goes on from its last checkpoint, in folder, bit for bit. data: as
+    load_data makes them, or a SimpleNamespace of your own with what get_batch and evaluate read.
     """
     device, dtype = pick_device(c)
     mark = identity(c, data)

@@ -268,7 +268,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.config = c
-        self.gamma = default_gamma(c)
+        self.gamma = default_gamma(c)  # for one of yours per head register a buffer (nh, 1)
         if c.attention == 'attentionx-learned':  # one per head; only weights decay
             self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
@@ -582,9 +582,10 @@ def update(net, batches, c, optimizer, scaler, autocast):
 def train(c, folder=None, data=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each, with the step's clipped gradients still there;
-    log is a list of dicts of figures. Batch and dropout of a step follow from seed and step number,
-    so a run that was stopped goes on from its last checkpoint, in folder, bit for bit.
+    It yields at once, and after each step with the step's gradients, clipped, still there; log is
+    a list of dicts of figures. Batch and dropout of a step follow from seed and step number, so a
+    run that was stopped goes on from its last checkpoint, in folder, bit for bit. data: as
+    load_data makes them, or a SimpleNamespace of your own with what get_batch and evaluate read.
     """
     device, dtype = pick_device(c)
     mark = identity(c, data)

@@ -72,7 +72,7 @@ def fail(message):
 
 # ------------------------------------ the report's method ------------------------------------
 KINDS = {  # term of --masks: may token i attend to j <= i? `far`: where windows and offsets end
-    # to get `--masks stride:N`, just add a line of your own, say (i - j) % n == 0
+    # for `--masks stride:N` add a line of your own, say (i - j) % n == 0: dense, with a full cache
     'all': lambda i, j, n, far: i >= j,
     'window': lambda i, j, n, far: i - j < n,
     'offset': lambda i, j, n, far: i - j == n,
@@ -765,9 +765,10 @@ def update(net, batches, c, optimizer, scaler, autocast):
 def train(c, folder=None, data=None):
     """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
 
-    It yields before the first step and after each, with the step's clipped gradients still there;
-    log is a list of dicts of figures. Batch and dropout of a step follow from seed and step number,
-    so a run that was stopped goes on from its last checkpoint, in folder, bit for bit.
+    It yields at once, and after each step with the step's gradients, clipped, still there; log is
+    a list of dicts of figures. Batch and dropout of a step follow from seed and step number, so a
+    run that was stopped goes on from its last checkpoint, in folder, bit for bit. data: as
+    load_data makes them, or a SimpleNamespace of your own with what get_batch and evaluate read.
     """
     device, dtype = pick_device(c)
     mark = identity(c, data)
