@@ -1077,7 +1077,7 @@ def tabulate(rows, figure):
     print(f'\n{figure}, {len(first)} seeds. Differences from row 1 are paired by seed; their +- holds '
           f'at 95 %\nfor {tests} rows together (Bonferroni), p is for a row alone; others are means.\n'
           f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>7}'
-          + ''.join(f'{name[:9]:>10}' for name in others))
+          + ''.join(f' {name:>9}' for name in others))
     for case, own in cases.items():
         own_rows = list(own.values())
         values = [row[figure] for row in own_rows]
@@ -1089,7 +1089,8 @@ def tabulate(rows, figure):
             row[name] = np.mean([one[name] for one in own_rows])
         table.append(row)
         print('{case:24}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{half:8.4f}{p:7.3f}'
-              .format(**row).replace('nan', '  -') + ''.join(f'{row[name]:10.4g}' for name in others))
+              .format(**row).replace('nan', '  -')
+              + ''.join(f' {row[name]:{max(9, len(name))}.4g}' for name in others))
         for seed, one in own.items():
             if math.isinf(one[figure]):
                 print(f'  seed {seed} diverged, and counts as worst')
