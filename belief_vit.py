@@ -1122,8 +1122,11 @@ def count(model):
 
 def show(row):
     """The figures of a row of a log, as text, but those of single layers (0.mh)."""
-    return '  '.join(f'{name} {x:#.4g}' for name, x in row.items()
-                     if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
+    words = []
+    for name, x in row.items():
+        if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x):
+            words.append(f'{name} {x}' if isinstance(x, int) else f'{name} {x:#.4g}')
+    return '  '.join(words)
 
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
