@@ -40,9 +40,9 @@ gamma and the revised one at 1 / gamma differ by a factor that W^o can absorb.
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
 
 The first ends at a validation loss of 1.643 nats per byte; a bigram model of bytes gets 2.438
-(800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on where it stopped.
+(800 steps, 631,680 parameters, one seed). A stopped command, run again, goes on.
 
-What stands below the banner `tools` is the same in all four scripts: here a reader may stop.
+Below the banner `tools` a reader may stop: from there on the four scripts are the same.
 """
 import argparse
 import csv
@@ -228,7 +228,7 @@ TABLES = {  # rows for `compare --table NAME`
     'all': {name: dict(attention=name) for name in ATTENTION},
     'papers': {name: dict(attention=name)
                for name in ('softmax', 'attentionx', 'belief', 'belief-star')},
-    'record': {
+    'record': {  # assets/results.md
         'softmax': dict(attention='softmax'),
         'attentionx': dict(attention='attentionx'),
         'attentionx-zd': dict(attention='attentionx', zero_diag=True),  # gamma 1  [AX2 Sec. 3.2]
@@ -424,7 +424,7 @@ def data_files(c):
 def load_data(c):
     """c.data -> train and val (uint16 tokens), their tokenizer, val's bytes (None: unknown)."""
     folder = Path('data', c.data)
-    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it; there, meta.json is no more
+    if folder.is_dir():  # nanoGPT's format, as prepare_data.py writes it, which adds meta.json
         meta = dict(tokenizer='gpt2')
         if (folder / 'meta.json').exists():
             meta = json.loads((folder / 'meta.json').read_text('utf-8'))
@@ -455,7 +455,7 @@ LABELS = {'loss': 'training loss (nats per token)', 'val_loss': 'validation loss
           'mh_out': 'mean length, after the output projection', 'cos_mh': 'cosine with X'}
 
 def make_model(c, data):
-    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
+    """A model on the CPU. Its config is c plus what the data decide; without data, c has it all."""
     if data:
         c = replace(c, vocab_size=c.vocab_size or data.vocab_size,
                     tokenizer=getattr(data, 'tokenizer', c.tokenizer))
@@ -524,7 +524,7 @@ def diagnose(model, idx):
                    mh_out.float().norm(dim=-1), update_out.float().norm(dim=-1),
                    F.cosine_similarity(mh_out, x, -1), F.cosine_similarity(update_out, x, -1),
                    (mh * v).sum(-1) / (v * v).sum(-1), torch.as_tensor(attn.gamma)]
-        rows.append({name: x.float().mean().item() for name, x in zip(DIAGNOSED, figures)})
+        rows.append({name: figure.float().mean().item() for name, figure in zip(DIAGNOSED, figures)})
         x = block(x)
     return rows
 
@@ -637,7 +637,7 @@ def train(c, folder=None, data=None):
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
             log.append(row)
-            if row[METRIC] == BETTER(row[METRIC] for row in log):
+            if row[METRIC] == BETTER(one[METRIC] for one in log):
                 keep('best.pt')
             if last_step:
                 if WORLD > 1:
@@ -659,10 +659,11 @@ def train(c, folder=None, data=None):
             group['lr'] = peak_lr * schedule(step, c)
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
         loss, norm = update(net.train(), batches, c, optimizer, scaler, autocast)
-        if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.get_scale() > 1):
+        overflow = not math.isfinite(norm) and scaler.get_scale() > 1  # in float16: it goes on
+        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
                                      'try a lower --learning-rate, or look at an edited formula')
-        skipped += not math.isfinite(norm)
+        skipped += overflow
         losses.append(loss)
         seconds += time.time() - clock
         if (step + 1) % c.log_interval == 0:
@@ -919,8 +920,8 @@ def train_to_end(c, folder):
         for step, model, log in train(c, folder):
             pass
     except KeyboardInterrupt:
-        step = f' from step {log[-1]["step"]}' if log else ''
-        raise KeyboardInterrupt(f'the same command goes on{step}')
+        where = f' from step {log[-1]["step"]}' if log else ''
+        raise KeyboardInterrupt(f'the same command goes on{where}')
     return model, log
 
 def train_and_report(c):
@@ -1000,7 +1001,7 @@ def compare(c):
         rows = [row for path in c.from_csv.split(',') for row in read_csv(path)]
     else:
         cases, seeds, final, rows = cases_of(c), seed_list(c.seeds), seed_list(c.final_seeds), []
-        if set(seeds) & set(final) or final and not c.best:
+        if set(seeds) & set(final) or (final and not c.best):
             fail('--final-seeds judge what --best chose by other --seeds')
         if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
             fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
@@ -1108,7 +1109,7 @@ def bench(c):
     for case, own in cases.items():
         model = make_model(own, data).to(device).train()
         models[case], times[case] = (model, make_optimizer(model, own)), []
-    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up
+    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up; images are grown
         batches = [get_batch(data, c, step, i, device) for i in range(c.grad_accum_steps)]
         for case, (model, optimizer) in models.items():
             clock = time.perf_counter()
@@ -1145,7 +1146,8 @@ def parse(argv):
         near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
         fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
     given = vars(given)
-    for i, spec in enumerate(given.get('over', ())):  # learning-rate=1e-3 is as good
+    given['best'] = given.get('best', '').replace('-', '_')  # learning-rate is as good
+    for i, spec in enumerate(given.get('over', ())):
         field, equals, values = spec.partition('=')
         given['over'][i] = field.replace('-', '_') + equals + values
     preset = given.pop('preset')

@@ -37,13 +37,13 @@ gamma and the revised one at 1 / gamma differ by a factor that W^o can absorb.
     python belief_vit.py --preset imagenet-paper       # DeiT-small, images growing from 32 to 224
 
 The first gets 96.4 % of the test images right (another CPU: 95.5 %), a linear model 26.2 % (563
-steps, 154,030 parameters, one seed). A stopped command, run again, goes on where it stopped.
+steps, 154,030 parameters, one seed). A stopped command, run again, goes on.
 
 vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-local from
 efficient-vit-training, [deviation] without EMA, repeated augmentation, random erasing, RandAugment
 of photos and unused parameters, but with position embeddings that stay in the optimiser.
 
-What stands below the banner `tools` is the same in all four scripts: here a reader may stop.
+Below the banner `tools` a reader may stop: from there on the four scripts are the same.
 """
 import argparse
 import csv
@@ -870,7 +870,7 @@ def diagnose(model, images):
                    mh_out.float().norm(dim=1), update_out.float().norm(dim=1),
                    F.cosine_similarity(mh_out, token), F.cosine_similarity(update_out, token),
                    (mh * v).sum(1) / (v * v).sum(1), torch.as_tensor(attn.gamma)]
-        rows.append({name: x.float().mean().item() for name, x in zip(DIAGNOSED, figures)})
+        rows.append({name: figure.float().mean().item() for name, figure in zip(DIAGNOSED, figures)})
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
             scores[..., 0] = -math.inf
@@ -987,7 +987,7 @@ def train(c, folder=None, data=None):
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
             log.append(row)
-            if row[METRIC] == BETTER(row[METRIC] for row in log):
+            if row[METRIC] == BETTER(one[METRIC] for one in log):
                 keep('best.pt')
             if last_step:
                 if WORLD > 1:
@@ -1009,10 +1009,11 @@ def train(c, folder=None, data=None):
             group['lr'] = peak_lr * schedule(step, c)
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
         loss, norm = update(net.train(), batches, c, optimizer, scaler, autocast)
-        if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.get_scale() > 1):
+        overflow = not math.isfinite(norm) and scaler.get_scale() > 1  # in float16: it goes on
+        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
                                      'try a lower --learning-rate, or look at an edited formula')
-        skipped += not math.isfinite(norm)
+        skipped += overflow
         losses.append(loss)
         seconds += time.time() - clock
         if (step + 1) % c.log_interval == 0:
@@ -1308,8 +1309,8 @@ def train_to_end(c, folder):
         for step, model, log in train(c, folder):
             pass
     except KeyboardInterrupt:
-        step = f' from step {log[-1]["step"]}' if log else ''
-        raise KeyboardInterrupt(f'the same command goes on{step}')
+        where = f' from step {log[-1]["step"]}' if log else ''
+        raise KeyboardInterrupt(f'the same command goes on{where}')
     return model, log
 
 def train_and_report(c):
@@ -1389,7 +1390,7 @@ def compare(c):
         rows = [row for path in c.from_csv.split(',') for row in read_csv(path)]
     else:
         cases, seeds, final, rows = cases_of(c), seed_list(c.seeds), seed_list(c.final_seeds), []
-        if set(seeds) & set(final) or final and not c.best:
+        if set(seeds) & set(final) or (final and not c.best):
             fail('--final-seeds judge what --best chose by other --seeds')
         if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
             fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
@@ -1497,7 +1498,7 @@ def bench(c):
     for case, own in cases.items():
         model = make_model(own, data).to(device).train()
         models[case], times[case] = (model, make_optimizer(model, own)), []
-    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up
+    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up; images are grown
         batches = [get_batch(data, c, step, i, device) for i in range(c.grad_accum_steps)]
         for case, (model, optimizer) in models.items():
             clock = time.perf_counter()
@@ -1534,7 +1535,8 @@ def parse(argv):
         near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
         fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
     given = vars(given)
-    for i, spec in enumerate(given.get('over', ())):  # learning-rate=1e-3 is as good
+    given['best'] = given.get('best', '').replace('-', '_')  # learning-rate is as good
+    for i, spec in enumerate(given.get('over', ())):
         field, equals, values = spec.partition('=')
         given['over'][i] = field.replace('-', '_') + equals + values
     preset = given.pop('preset')
