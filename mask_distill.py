@@ -771,15 +771,14 @@ def train(c, folder=None, data=None):
     load_data makes them, or a SimpleNamespace of your own with what get_batch and evaluate read.
     """
     device, dtype = pick_device(c)
-    mark = identity(c, data)
+    this_id = run_id(c, data)
     if data is None:
         data = load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
     model = make_model(c, data).to(device)
     optimizer = make_optimizer(model, c)
     peak_lrs = [group['lr'] for group in optimizer.param_groups]
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    autocast, scaler = mixed_precision(device, dtype)
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "handed in")}\n'
           f'folder  {folder or "none: nothing is kept"}')
@@ -788,7 +787,7 @@ def train(c, folder=None, data=None):
     start, seconds, skipped, log = 0, 0.0, 0, []
     if folder and Path(folder, 'ckpt.pt').exists() and not c.fresh:
         saved = load_checkpoint(Path(folder, 'ckpt.pt'))
-        if saved['identity'] != mark and not c.reuse:
+        if saved['run_id'] != this_id and not c.reuse:
             fail(f'{folder} holds a run of other settings, code or data: name another folder')
         model.load_state_dict(saved['model'])
         optimizer.load_state_dict(saved['optimizer'])
@@ -796,14 +795,14 @@ def train(c, folder=None, data=None):
         start, seconds, skipped, log = saved['progress']
         state = 'is finished' if start == c.max_iters else f'goes on from step {start}'
         print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
-    if folder and RANK == 0 and (not log or start < c.max_iters):
-        write_origin(c, folder, model)
+    if folder and (not log or start < c.max_iters):
+        write_file(Path(folder, 'config.json'), json.dumps(describe(c, model), indent=1).encode())
 
-    def keep(name):
+    def save(name):
         if folder and RANK == 0:
             save_checkpoint(Path(folder, name), dict(
                 model=model.state_dict(), optimizer=optimizer.state_dict(),
-                scaler=scaler.state_dict(), config=asdict(model.config), identity=mark,
+                scaler=scaler.state_dict(), config=asdict(model.config), run_id=this_id,
                 progress=(step, seconds, skipped, log)))
             write_csv(Path(folder, 'log.csv'), log)
 
@@ -821,14 +820,14 @@ def train(c, folder=None, data=None):
                 row.update(evaluate(model.eval(), data, c, device))
             log.append(row)
             if row[METRIC] == BETTER(one[METRIC] for one in log):
-                keep('best.pt')
+                save('best.pt')
             if last_step:
                 if WORLD > 1:
                     dist.barrier()  # until best.pt is there
                 row.update(finish(model, data, c, device, folder))
-                if dtype == torch.float16:
+                if scaler.is_enabled():
                     row['skipped'] = skipped  # steps whose gradients overflowed
-            keep('ckpt.pt')
+            save('ckpt.pt')
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
             losses = []
         yield step, model, log
@@ -1007,7 +1006,9 @@ def criteria(c):
 
 # ------------------------------------ tools ------------------------------------
 # --- tools (identical in all four scripts; test_all.py checks)
-SOURCE = ''.join(linecache.getlines(fail.__code__.co_filename))  # this file, or a notebook's cell
+FILE = fail.__code__.co_filename  # of this script, or of a notebook's cell
+linecache.checkcache(FILE)        # forget an older text of it
+SOURCE = ''.join(linecache.getlines(FILE))
 
 def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -1038,14 +1039,17 @@ def pick_device(c):
     torch.set_num_threads(c.threads or torch.get_num_threads())
     return torch.device(name), getattr(torch, dtype)
 
+def mixed_precision(device, dtype):
+    """Matmuls in dtype, and what scales the loss so that float16 can hold its gradients."""
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    half = dtype == torch.float16
+    return autocast, torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=half)
+
 # -------- files
 def save_checkpoint(path, state):
-    """Write a .part file, then rename it: a kill midway leaves the old file intact."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
-    path.with_suffix('.part').write_bytes(buffer.getvalue())
-    os.replace(path.with_suffix('.part'), path)
+    write_file(path, buffer.getvalue())
 
 def load_checkpoint(path, own=True):
     """A checkpoint, of this script unless own is False. Nothing in the file is run."""
@@ -1058,13 +1062,11 @@ def load_checkpoint(path, own=True):
         fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
 
 def write_csv(path, rows):
-    if RANK:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, 'w', newline='') as file:
-        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue().encode())
 
 def read_csv(path):
     """-> a dict for each row, with numbers where they are numbers."""
@@ -1073,19 +1075,25 @@ def read_csv(path):
             return float(text)
         except ValueError:
             return text
-    with open(path, newline='') as file:
+    with open(path, newline='', encoding='utf-8') as file:
         return [{key: number(text) for key, text in row.items() if text}
                 for row in csv.DictReader(file)]
 
+def write_file(path, content):
+    """A .part file first, then renamed: a kill midway, or a full disk, leaves the old file whole."""
+    if RANK == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix('.part').write_bytes(content)
+        os.replace(path.with_suffix('.part'), path)
+
 def draw(path, logs, panels, levels={}, results={}):
-    """A panel for each (x, y) or (x, y, second y), with a line per log; logs is {label: [log, ...]}.
-    levels {label: y} are yardsticks beside METRIC; results {label: (figure, half its interval)}."""
+    """A panel for each (x, y) or (x, y, dashed y), with a line per log of {label: [log, ...]};
+    levels {label: y} are yardsticks beside METRIC. results {label: (difference, half its interval)}
+    get a panel of their own."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'no {path.name}: pictures need `pip install matplotlib`')
-    if RANK:
-        return
     n = len(panels) + bool(results)
     picture = Figure(figsize=(5 * n, 4), layout='tight')
     axes = picture.subplots(1, n, squeeze=False)[0]
@@ -1101,12 +1109,13 @@ def draw(path, logs, panels, levels={}, results={}):
                  title=', dashed: '.join(names))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    for i, (label, (figure, half)) in enumerate(results.items()):
-        axes[-1].errorbar(figure, -i, xerr=half, fmt=f'C{i}o', label=label)
+    for i, (label, (difference, half)) in enumerate(results.items()):
+        axes[-1].errorbar(difference, -i, xerr=half, fmt=f'C{i}o', label=label)
         axes[-1].set(title='result: difference from the first, its interval', yticks=[])
         axes[-1].legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path)
+    png = io.BytesIO()
+    picture.savefig(png)
+    write_file(path, png.getvalue())
     print(f'picture {path}')
 
 # -------- what names a run
@@ -1116,70 +1125,82 @@ def settings(c):
     return {name: getattr(c, name) for name in names[:names.index('device')]}
 
 def sources():
-    """The text of this script, and of the notebook cells that put functions of theirs into it."""
-    values = [x for x in globals().values() if getattr(x, '__module__', '') == '__main__']
-    for table in ('ATTENTION', 'READINGS', 'KINDS', 'SHAPES'):
-        values += globals().get(table, {}).values()
-    for kind in [x for x in values if isinstance(x, type) and x is not Config]:
-        values += vars(kind).values()
-    values = [inspect.unwrap(x) for x in values]  # of torch.no_grad, for one
-    files = {x.__code__.co_filename for x in values if hasattr(x, '__code__')}
-    return sorted({SOURCE, *(''.join(linecache.getlines(file)) for file in files)} - {''})
+    """The texts of this script, of your modules beside it that it imports, and of the notebook
+    cells that put functions, classes, methods or rows of theirs into it."""
+    things, files = [*globals().values()], set()
+    for table in [x for x in things if type(x) is dict]:
+        things += table.values()
+    for kind in [x for x in things if isinstance(x, type)]:
+        things += vars(kind).values()
+    for x in things:
+        if inspect.isfunction(x):
+            files.add(inspect.unwrap(x).__code__.co_filename)  # not torch.no_grad's, around it
+        elif inspect.ismodule(x):
+            files.add(getattr(x, '__file__', None) or '')
+    texts, beside = {SOURCE}, Path(FILE).resolve().parent
+    for file in files:
+        if Path(file).resolve().parent == beside or not Path(file).exists():  # no file: a cell
+            texts.add(''.join(linecache.getlines(file)))
+    return sorted(texts - {''})
 
 def checksum(x):
-    """Of numbers or bytes by what they hold, of all else by how it prints."""
+    """Of numbers by what they hold, of containers by their parts, of all else by how it prints."""
+    if isinstance(x, SimpleNamespace):
+        x = vars(x)
+    if isinstance(x, dict):
+        x = [*x.items()]
     if isinstance(x, (list, tuple)):
-        return zlib.crc32(repr([checksum(part) for part in x]).encode())
-    if isinstance(x, (np.ndarray, torch.Tensor)) and np.asarray(x).dtype.kind in 'biuf':
-        return zlib.crc32(np.ascontiguousarray(x))
+        x = [checksum(part) for part in x]
+    if isinstance(x, torch.Tensor):
+        x = x.detach().cpu().numpy()
+    if isinstance(x, np.ndarray):
+        x = x.tobytes()
     return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
 
 def run_name(c, dtype=None):
     """VARIANT-sSEED-SETTINGS: the last a checksum of c's settings with the dtype in use."""
     facts = {**settings(c), 'dtype': dtype or str(pick_device(c)[1])[6:]}
-    return f'{c.variant}-s{c.seed}-{checksum(facts):08x}'
+    return f'{c.variant}-s{c.seed}-{checksum(repr(facts)):08x}'
 
-def identity(c, data=None):
-    """run_name and a checksum of the script and the data: files, or what was handed to train."""
-    paths = [path for path in data_files(c) if path.is_file()] if data is None else []
-    small = sum(path.stat().st_size for path in paths) < 2 ** 28
-    content = [path.read_bytes() if small else (path.name, path.stat().st_size) for path in paths]
-    if data is not None:
-        content = [*vars(data).items()]
+def run_id(c, data=None):
+    """run_name, and a checksum of the code and the data: files, or what was handed to train."""
+    content = data
+    if data is None:
+        paths = [path for path in data_files(c) if path.is_file()]
+        small = sum(path.stat().st_size for path in paths) < 2 ** 28
+        content = [path.read_bytes() if small else (path.name, path.stat().st_size)
+                   for path in paths]
     return f'{run_name(c)}-{checksum([sources(), content]):08x}'
 
 def run_folder(c, data=None):
     """out/SCRIPT/VARIANT-sSEED-SETTINGS-CODE: any change of settings, code or data trains anew.
     --reuse takes the newest finished run of these settings, whatever has been edited since."""
     out = Path(c.out_dir, SCRIPT)
-    folder = out / identity(c, data)
+    folder = out / run_id(c, data)
     logs = sorted(out.glob(run_name(c) + '-*/log.csv'), key=os.path.getmtime, reverse=True)
-    for log in logs if c.reuse else ():
+    for log in logs if c.reuse and not c.fresh else ():
         if read_csv(log)[-1]['step'] == c.max_iters:
             if log.parent != folder:
                 print(f'note    --reuse takes {log.parent}: code or data have changed since')
             return log.parent
-    others = [dtype for dtype in ('float32', 'bfloat16', 'float16') if not logs
-              and any(out.glob(run_name(c, dtype) + '-*/log.csv'))]
-    if others:
-        print(f'note    a run of these settings exists in {others[0]}; this one is another')
+    for dtype in ('float32', 'bfloat16', 'float16') if not logs else ():
+        if any(out.glob(run_name(c, dtype) + '-*/log.csv')):
+            print(f'note    a run of these settings exists in {dtype}; this one is another')
     return folder
 
-def write_origin(c, folder, model):
-    """config.json: what a person, or a row of runs.csv, has to know of a run."""
+def describe(c, model):
+    """What a person, or a row of runs.csv, has to know of a run."""
     device, dtype = pick_device(c)
     machine = platform.processor() or platform.machine()
     if device.type == 'cuda':
-        machine = f'cuda {torch.cuda.get_device_capability()}'
+        machine = torch.cuda.get_device_name(device)
     elif Path('/proc/cpuinfo').exists():  # Linux
         lines = Path('/proc/cpuinfo').read_text().splitlines()
         machine = next((x.partition(': ')[2] for x in lines if x.startswith('model name')), machine)
     blob = SOURCE.encode()
     blob = hashlib.sha1(b'blob %d\0' % len(blob) + blob).hexdigest()  # git's name for the script
-    origin = dict(settings(c), dtype=str(dtype)[6:], script=blob, parameters=count(model),
-                  torch=torch.__version__, python=platform.python_version(), machine=machine)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, 'config.json').write_text(json.dumps(origin, indent=1), 'utf-8')
+    return dict(settings(c), dtype=str(dtype)[6:], script=blob, parameters=count(model),
+                torch=torch.__version__, python=platform.python_version(), machine=machine)
 
 # -------- train
 def load_run(c):
@@ -1206,15 +1227,17 @@ def train_to_end(c, folder):
 
 def train_and_report(c):
     folder = run_folder(c)
-    model, log = train_to_end(c, folder)
     result = folder / 'result.txt'
+    if c.fresh:
+        result.unlink(missing_ok=True)
+    model, log = train_to_end(c, folder)
     if RANK == 0:
-        if c.fresh or not result.exists():
+        if not result.exists():
             text, levels = report(c, model, log)
             panels = [('step', 'loss'), ('step', METRIC)]
             draw(folder / 'curves.png', {c.variant: [log]}, panels, levels)
-            result.write_text(text, 'utf-8')
-        (folder.parent / 'last').write_text(folder.name)  # for load_run
+            write_file(result, text.encode())
+        write_file(folder.parent / 'last', folder.name.encode())  # for load_run
         print(result.read_text('utf-8'))
     return dict(log[-1], log=log, folder=folder)
 
@@ -1225,29 +1248,25 @@ def cases_of(c):
     types = {f.name: f.type for f in fields(c)}
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
     for spec in c.over:
-        field, _, values = spec.partition('=')
-        if types.get(field, list) is list or not values:
+        field, _, texts = spec.partition('=')
+        if types.get(field, list) is list or not texts:
             fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
-        crossed = {}
-        for (name, case), text in itertools.product(cases.items(), values.split(',')):
-            try:
-                value = text.lower() == 'true' if types[field] is bool else types[field](text)
-            except ValueError:
-                fail(f'--over {spec}: {text} is no {types[field].__name__}')
-            crossed[f'{name} {text}'.strip()] = {**case, field: value}
-        cases = crossed
+        values = values_of(f'--over {field}', texts, types[field])
+        cases = {f'{name} {text}'.strip(): {**case, field: value}
+                 for name, case in cases.items() for text, value in values.items()}
     cases = {name: replace(c, **case) for name, case in cases.items()}
     return dict(sorted(cases.items(), key=lambda item: not is_baseline(vars(item[1]))))
 
 def is_baseline(row):
     return all(row[name] == value for name, value in BASELINE.items())
 
-def seed_list(text):
-    """'0,1,2' -> [0, 1, 2]"""
+def values_of(flag, text, kind):
+    """'1,2' -> {'1': 1, '2': 2}, ints, floats, bools or texts by kind."""
     try:
-        return [int(word) for word in text.split(',') if word]
+        return {word: word.lower() == 'true' if kind is bool else kind(word)
+                for word in text.split(',') if word}
     except ValueError:
-        fail(f'seeds are numbers such as 0,1,2, not {text}')
+        fail(f'{flag} {text}: needs values such as {kind(1)},{kind(2)}')
 
 def train_all(cases, seeds, role, path, rows):
     """Train every case with every seed: a row in rows, and in the csv at path, for each run."""
@@ -1269,18 +1288,21 @@ def train_all(cases, seeds, role, path, rows):
             worst = math.inf if BETTER is min else -math.inf
             figures = {**dict.fromkeys([METRIC, *RESULTS], worst), 'seconds': math.nan,
                        'mean_loss': math.nan}
-        origin = json.loads((folder / 'config.json').read_text('utf-8'))
-        rows.append(dict(case=case, role=role, **origin, **figures, run=folder.name))
+        about = json.loads((folder / 'config.json').read_text('utf-8'))
+        rows.append(dict(case=case, role=role, **about, **figures, run=folder.name))
         write_csv(path, rows)
 
 def compare(c):
     """Train every case with every seed on the same batches; differences are paired by seed."""
     out = Path(c.out_dir, SCRIPT)
     folder = out / f'compare-{checksum([repr(c), sources()]):08x}'
-    if c.from_csv:
-        rows = [row for path in c.from_csv.split(',') for row in read_csv(path)]
-    else:
-        cases, seeds, final, rows = cases_of(c), seed_list(c.seeds), seed_list(c.final_seeds), []
+    rows = []
+    for path in c.from_csv.split(',') if c.from_csv else ():
+        rows += read_csv(path)
+    if not rows:
+        cases = cases_of(c)
+        seeds = [*values_of('--seeds', c.seeds, int).values()]
+        final = [*values_of('--final-seeds', c.final_seeds, int).values()]
         if set(seeds) & set(final) or (final and not c.best):
             fail('--final-seeds judge what --best chose by other --seeds')
         if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
@@ -1289,14 +1311,12 @@ def compare(c):
         if final:
             best = {case: cases[case] for case in choose(c.best, rows)}
             train_all(best, final, 'judging', folder / 'runs.csv', rows)
-        rows = read_csv(folder / 'runs.csv')
 
     judging = [row for row in rows if row['role'] == 'judging']
     if c.best:
         chosen = choose(c.best, [row for row in rows if row['role'] == 'choosing'] or judging)
         judging = [row for row in judging if row['case'] in chosen]
-        lines = {case: [line] for case, line in chosen.items()}
-        draw(folder / f'{c.best}.png', lines, [(c.best, METRIC)])
+        draw(folder / f'{c.best}.png', chosen, [(c.best, METRIC)])
     table = tabulate(judging, c.figure or RESULTS[0])
     logs = {row['case']: [] for row in table}
     for row in judging:
@@ -1307,24 +1327,25 @@ def compare(c):
     return table
 
 def choose(field, rows):
-    """Among cases that differ only in `field`, the one with the best mean METRIC -> {case: [the
-    group's means, as rows of field and METRIC]}."""
-    others = [name for name in settings(Config()) if name not in (field, 'seed')]
-    groups = {}
+    """Of cases that differ only in `field`, the one with the best mean METRIC -> {case: [[a row of
+    field and METRIC for each of them]]}, lines that draw can draw."""
+    cases, groups, chosen = {}, {}, {}
     for row in rows:
-        group = groups.setdefault(repr([row.get(name) for name in others]), {})
-        group.setdefault(row['case'], []).append(row)
+        cases.setdefault(row['case'], []).append(row)
+    for case, own in cases.items():
+        others = [own[0].get(name) for name in settings(Config()) if name not in (field, 'seed')]
+        groups.setdefault(repr(others), []).append(case)
+    means = {case: np.mean([row[METRIC] for row in own]) for case, own in cases.items()}
     print(f'\n{METRIC}, mean over the seeds that choose {field}')
-    chosen = {}
     for group in groups.values():
-        cases = sorted(group, key=lambda case: group[case][0][field])
-        means = {case: np.mean([row[METRIC] for row in group[case]]) for case in cases}
-        best = BETTER(means, key=means.get)
-        for case, mean in means.items():
-            print(f'{case:30}{mean:9.4f} x {len(group[case])}', '*' if case == best else '')
-        if best in (cases[0], cases[-1]):
+        group.sort(key=lambda case: cases[case][0][field])
+        best = BETTER(group, key=means.get)
+        for case in group:
+            star = '*' if case == best else ''
+            print(f'{case:30}{means[case]:9.4f} x {len(cases[case])} {star}')
+        if best in (group[0], group[-1]):
             print(f'* is at the end of the range: a better {field} may lie beyond it')
-        chosen[best] = [{field: group[case][0][field], METRIC: means[case]} for case in cases]
+        chosen[best] = [[{field: cases[case][0][field], METRIC: means[case]} for case in group]]
     return chosen
 
 def deviation(values):
@@ -1381,19 +1402,19 @@ def tabulate(rows, figure):
     return table
 
 def bench(c):
-    """Time a training step of every case in turn, on the same batches, so that noise hits all."""
-    device, dtype = pick_device(c)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    """Time a training step of every case in turn, so that noise hits all."""
     cases, data, models, times = cases_of(c), load_data(c), {}, {}
     for case, own in cases.items():
+        device, dtype = pick_device(own)
         model = make_model(own, data).to(device).train()
-        models[case], times[case] = (model, make_optimizer(model, own)), []
+        models[case] = model, make_optimizer(model, own), *mixed_precision(device, dtype)
+        times[case] = []
     for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up; images are grown
-        batches = [get_batch(data, c, step, i, device) for i in range(c.grad_accum_steps)]
-        for case, (model, optimizer) in models.items():
+        for case, (model, optimizer, autocast, scaler) in models.items():
+            own = cases[case]
+            batches = [get_batch(data, own, step, i, device) for i in range(own.grad_accum_steps)]
             clock = time.perf_counter()
-            update(model, batches, cases[case], optimizer, scaler, autocast)  # ends in .item()
+            update(model, batches, own, optimizer, scaler, autocast)  # ends in .item()
             times[case].append(time.perf_counter() - clock)
     print('\nmedian training step, and its ratio to the first case: median (quartiles)')
     first = np.array(next(iter(times.values())))

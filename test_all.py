@@ -1996,7 +1996,8 @@ def interrupted(script, step, error=KeyboardInterrupt):
         if now == step and micro == 0:
             raise error
         return whole(data, c, now, micro, device)
-    get_batch.__module__ = script.__name__  # as code of this file, it would name another run
+    # as code of this file, which stands beside the script, it would name another run
+    get_batch.__code__ = get_batch.__code__.replace(co_filename=script.__file__)
     return patch.object(script, 'get_batch', get_batch)
 
 def test_resume_bit_for_bit(tmp_path):
@@ -2036,8 +2037,10 @@ def test_notebook_loop(tmp_path):
         assert steps == [6], steps  # it is finished
     data.train = data.train[::-1].copy()  # other data are another run
     refuse(types.SimpleNamespace(main=lambda _: [*gpt.train(c, where, data)]), ['another folder'])
-    a, b = [gpt.run_folder(c, types.SimpleNamespace(train=x, val=x)) for x in (data.train, data.val)]
-    assert a != b
+    x, y = data.train, data.val  # also deep in them
+    names = {gpt.run_folder(c, types.SimpleNamespace(train=x, val=val)) for val in (
+        x, y, [y], dict(a=y), dict(b=y), types.SimpleNamespace(a=x), '1')}
+    assert len(names) == 7, names
 
 def test_not_finite(tmp_path):
     """A loss or gradient that is not finite stops in that step with one line, and the checkpoint is
@@ -2248,6 +2251,8 @@ def test_any_edit_trains_anew(tmp_path):
         reused = run(gpt, *flags, '--reuse')
         assert 'code or data have changed' in reused.out and 'is finished' in reused.out
         assert reused.result['folder'] == old['folder']
+        fresh = done(gpt, *flags, '--reuse', '--fresh')  # not new code into the old folder
+        assert fresh['folder'] == new.result['folder'] != old['folder']
     (tmp_path / 'text.txt').write_text(TEXT + TEXT)
     assert 'is finished' not in run(gpt, *flags).out
     assert 'exists in float32' in run(gpt, *flags, '--dtype', 'float16').out
@@ -2257,7 +2262,8 @@ def test_any_edit_trains_anew(tmp_path):
     assert blob.returncode or facts['script'] == blob.stdout.strip(), facts['script']
 
 def test_notebook_cells_count(tmp_path):
-    """A row put into ATTENTION, or a function replaced, counts with the text of its cell."""
+    """A row put into ATTENTION, or a class or method replaced, counts with the text of its cell;
+    so does a module of one's own beside the script."""
     def cell(number, text):
         name = f'cell-{number}'
         linecache.cache[name] = len(text), None, text.splitlines(True), name
@@ -2265,14 +2271,25 @@ def test_notebook_cells_count(tmp_path):
     names = dict(gpt=gpt, torch=torch, __name__='__main__')
     c = gpt.Config(attention='softmax')
     folders = [gpt.run_folder(c)]
-    with patch.dict(gpt.ATTENTION), patch.object(gpt, 'MLP', gpt.MLP):
+    with patch.dict(gpt.ATTENTION), patch.object(gpt, 'MLP', gpt.MLP), \
+            patch.object(gpt.Block, 'forward', gpt.Block.forward):
         for number, text in enumerate((
                 "gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v",
                 "gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh + v",
-                'class MLP(gpt.nn.Module):\n    def forward(self, x):\n        return x\ngpt.MLP = MLP')):
+                'class MLP(gpt.nn.Module):\n    def forward(self, x):\n        return x\ngpt.MLP = MLP',
+                'def forward(self, x, cache=None):\n    return x\ngpt.Block.forward = forward')):
             cell(number, text)
             folders.append(gpt.run_folder(c))
-    assert len(set(folders)) == 4 and gpt.run_folder(c) == folders[0], folders
+    assert len(set(folders)) == 5 and gpt.run_folder(c) == folders[0], folders
+    own = types.ModuleType('own')
+    own.__file__ = str(tmp_path / 'own.py')
+    with patch.object(gpt, 'FILE', str(tmp_path / 'script.py')), \
+            patch.object(gpt, 'own', own, create=True):
+        for text in ('a = 1', 'a = 2'):
+            (tmp_path / 'own.py').write_text(text)
+            linecache.clearcache()
+            folders.append(gpt.run_folder(c))
+    assert folders[-2] != folders[-1], folders
 
 def test_student():
     """Student's intervals and p: the textbook's 5 % points, and 5 % over four tests."""
@@ -2289,7 +2306,8 @@ def fake(figure):
     def train(c, path=None):
         log = [dict(step=0, seconds=0.0, val_loss=9.0, loss=9.0)]
         gpt.write_csv(path / 'log.csv', log)
-        gpt.write_origin(c, path, torch.nn.Linear(2, 2))
+        facts = gpt.describe(c, torch.nn.Linear(2, 2))
+        gpt.write_file(path / 'config.json', json.dumps(facts).encode())
         value = figure(c)
         log.append(dict(step=c.max_iters, seconds=1.0, val_loss=value, loss=value))
         yield c.max_iters, torch.nn.Linear(2, 2), log
