@@ -86,24 +86,24 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     q (B, nh, Tq, hs), k and v (B, nh, T, hs) with Tq = T, or 1 with a cache -> (B, Tq, nh, hs).
     With zero_diag a token attends only to those before it; the first has none and gets zeros.
     """
-    causal = q.size(2) > 1  # one query, with a cache, sees all keys
-    first = int(zero_diag and q.size(2) == k.size(2))  # queries without any key
-    if zero_diag:  # queries 1..T-1 against keys 0..T-2 are causal once more: no mask is needed
-        q, k, v = q[:, :, first:], k[:, :, :-1], v[:, :, :-1]
-    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    whole = q.size(2) == k.size(2)  # no cache: as many queries as keys
+    if zero_diag:
+        q = q[:, :, 1:] if whole else q    # the first token has no key
+        k, v = k[:, :, :-1], v[:, :, :-1]  # query t sees keys 0..t-1, which is causal once more
+    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=whole)
     mh = mh.transpose(1, 2)  # (B, Tq, nh, hs)
-    return F.pad(mh, (0, 0, 0, 0, 1, 0)) if first else mh
+    return F.pad(mh, (0, 0, 0, 0, 1, 0)) if zero_diag and whole else mh
 
 def orthogonal(mh, v, dims):
     """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
-    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 soon overflows float16
-    x, y = mh.to(wide), v.to(wide)
+    dtype = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 soon overflows float16
+    x, y = mh.to(dtype), v.to(dtype)
     mh_v = (x * y).sum(dims, keepdim=True)
-    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] nothing to take where V = 0
+    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] V = 0 takes nothing
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
-    # (a variant may use only a token's own MH and V: cached sampling passes it no other V)
+    # (cached sampling passes no other token's: a variant looks at one token at a time)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5] learns gamma
@@ -119,7 +119,7 @@ ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projectio
 def default_gamma(c):
     """c.gamma or, where that is None, the papers' choice.  [AX2 Sec. 3.2]"""
     if c.gamma is not None:
-        return c.gamma
+        return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5
     return 1.0 if c.zero_diag else 3.0
@@ -154,7 +154,7 @@ class Config:
     min_lr: float = 0.1            # final cosine rate, as a fraction of learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 100
-    warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
+    warmdown_iters: int = 0        # steps at the end: to 0 (trapezoid) or at a tenth (step)
     weight_decay: float = 0.1      # AdamW's, on matrices
     beta1: float = 0.9
     beta2: float = 0.99
@@ -167,7 +167,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of progress
-    reuse: bool = False            # take finished runs of these settings, though code has changed
+    reuse: bool = False            # take finished runs of these settings, even of other code
     fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
@@ -180,8 +180,8 @@ class Config:
     seeds: str = '0,1,2'           # compare: a run per case and seed
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
-    from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
-    figure: str = ''               # compare: the figure to test, e.g. mean_loss; default: the result
+    from_csv: str = ''             # compare: files A,B (runs.csv) to tabulate; trains nothing
+    figure: str = ''               # compare: what to test, e.g. mean_loss; default: the result
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -191,6 +191,9 @@ class Config:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
+        for name in ('seed', 'max_iters'):
+            if getattr(self, name) < 0:
+                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be 0 or more')
         gamma = default_gamma(self)
         if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
             fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
@@ -399,7 +402,7 @@ def get_tokenizer(name):
     import tiktoken
     if name == 'gpt2':
         return tiktoken.get_encoding('gpt2')
-    return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
+    return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},  # short: faster
                              mergeable_ranks={bytes([i]): i for i in range(256)})
 
 def read_text(c):
@@ -411,7 +414,7 @@ def read_text(c):
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` makes one, or, without a name, lists what there is')
+             f'`python prepare_data.py {c.data}` makes one; without a name it lists what there is')
     try:
         text = Path(c.data).read_text('utf-8-sig')
     except UnicodeDecodeError:
@@ -420,9 +423,10 @@ def read_text(c):
     return text[:cut], text[cut:]
 
 def data_files(c):
-    """The files that the data and the first weights come from: a change of theirs trains anew."""
+    """The files that data and first weights come from: when one changes, a run starts anew."""
     folder = Path(os.__file__).parent if c.data == 'builtin' else Path('data', c.data)
-    return sorted(folder.glob('*.py' if c.data == 'builtin' else '*')) + [Path(c.data), Path(c.init)]
+    files = sorted(folder.glob('*.py' if c.data == 'builtin' else '*'))
+    return [*files, Path(c.data), Path(c.init)]
 
 def load_data(c):
     """c.data -> train and val (uint16 tokens), their tokenizer, val's bytes (None: unknown)."""
@@ -458,13 +462,11 @@ LABELS = {'loss': 'training loss (nats per token)', 'val_loss': 'validation loss
           'mh_out': 'mean length, after the output projection', 'cos_mh': 'cosine with X'}
 
 def make_model(c, data):
-    """A model on the CPU. Its config is c plus what the data decide; without data, c has it all."""
+    """A model on the CPU. What c leaves open comes from data; a saved c, with none, is complete."""
     if data:
-        c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
-    if not c.vocab_size and hasattr(data, 'vocab_size'):
-        c = replace(c, vocab_size=data.vocab_size)
-    elif not c.vocab_size:  # data of your own
-        c = replace(c, vocab_size=1 + max(int(data.train.max()), int(data.val.max())))
+        size = c.vocab_size or getattr(data, 'vocab_size', 0)  # data of your own may not say
+        size = size or 1 + max(int(data.train.max()), int(data.val.max()))
+        c = replace(c, vocab_size=size, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     model = GPT(c)
     if c.init and data:
         load_weights(model, c.init)
@@ -508,8 +510,6 @@ def get_batch(data, c, step, micro, device):
 def loss_of(model, batch, c):
     return model(*batch)[1]
 
-DIAGNOSED = ['mh', 'update', 'mh_out', 'update_out', 'cos_mh', 'cos_update', 'alpha', 'gamma']
-
 @torch.no_grad()
 def diagnose(model, idx):
     """What attention does with idx (B, T): for each layer a dict of means over the tokens.
@@ -524,13 +524,15 @@ def diagnose(model, idx):
         mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
         update = ATTENTION[model.config.attention](mh, v, attn.gamma)
         update = update[0] if type(update) is tuple else update  # of belief-star: Delta
-        mh, v, update = [t.flatten(2).to(x) for t in (mh, v, update)]  # (B, T, C), not in half
+        mh, v, update = [t.flatten(2).to(x) for t in (mh, v, update)]  # (B, T, C), in x's dtype
         mh_out, update_out = mh @ attn.c_proj.weight.T, update @ attn.c_proj.weight.T
-        figures = [mh.norm(dim=-1), update.norm(dim=-1),
-                   mh_out.float().norm(dim=-1), update_out.float().norm(dim=-1),
-                   F.cosine_similarity(mh_out, x, -1), F.cosine_similarity(update_out, x, -1),
-                   (mh * v).sum(-1) / (v * v).sum(-1), torch.as_tensor(attn.gamma)]
-        rows.append({name: figure.float().mean().item() for name, figure in zip(DIAGNOSED, figures)})
+        figures = dict(
+            mh=mh.norm(dim=-1), update=update.norm(dim=-1),
+            mh_out=mh_out.float().norm(dim=-1), update_out=update_out.float().norm(dim=-1),
+            cos_mh=F.cosine_similarity(mh_out, x, -1),
+            cos_update=F.cosine_similarity(update_out, x, -1),
+            alpha=(mh * v).sum(-1) / (v * v).sum(-1), gamma=torch.as_tensor(attn.gamma))
+        rows.append({name: figure.float().mean().item() for name, figure in figures.items()})
         x = block(x)
     return rows
 
@@ -567,7 +569,7 @@ def schedule(step, c):
         return min(1.0, left / max(1, c.warmdown_iters))
     return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def update(net, batches, c, optimizer, scaler, autocast):
+def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on the micro-batches together -> loss, norm of the gradients."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
@@ -594,7 +596,7 @@ def train(c, folder=None, data=None):
     load_data makes them, or a SimpleNamespace of your own with what get_batch and evaluate read.
     """
     device, dtype = pick_device(c)
-    this_id = run_id(c, data)
+    this_id = run_id(c, data) if folder else None
     if data is None:
         data = load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -635,7 +637,9 @@ def train(c, folder=None, data=None):
         last_step = step == c.max_iters
 
         # evaluate before the first step, every eval_interval steps, and after the last one
-        if (last_step or step % c.eval_interval == 0) and (not log or log[-1]['step'] < step):
+        due = last_step or step % c.eval_interval == 0
+        known = log and log[-1]['step'] == step  # from the checkpoint
+        if due and not known:
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
@@ -663,8 +667,9 @@ def train(c, folder=None, data=None):
         for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
             group['lr'] = peak_lr * schedule(step, c)
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
-        loss, norm = update(net.train(), batches, c, optimizer, scaler, autocast)
-        overflow = not math.isfinite(norm) and scaler.get_scale() > 1  # in float16: it goes on
+        loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
+        # in float16 an overflow only skips its step, and halves the scale, until that is 1
+        overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
                                      'try a lower --learning-rate, or look at an edited formula')
@@ -721,7 +726,8 @@ def inspect_layers(c):
     for i in range(c.n_layer):
         rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
         layers[f'layer {i}'] = [rows]
-        print(f'layer {i}: {show({name: rows[-1][name] for name in DIAGNOSED})}')
+        ends = {name: x for name, x in rows[-1].items() if f'{i}.{name}' in log[-1]}
+        print(f'layer {i}: {show(ends)}')
     print(diagnose.__doc__.partition('\n\n')[2].rstrip())
     draw(folder / 'inspect.png', layers, [
         ('step', 'mh', 'update'), ('step', 'mh_out', 'update_out'),
@@ -730,15 +736,17 @@ def inspect_layers(c):
 
 # ------------------------------------ tools ------------------------------------
 # --- tools (identical in all four scripts; test_all.py checks)
-FILE = fail.__code__.co_filename  # of this script, or of a notebook's cell
-linecache.checkcache(FILE)        # forget an older text of it
+FILE = fail.__code__.co_filename        # of this script, or of a notebook's cell
+FOLDER = Path(FILE).resolve().parent
+linecache.checkcache(FILE)              # forget an older text of it
 SOURCE = ''.join(linecache.getlines(FILE))
+CORES = torch.get_num_threads()         # PyTorch's default number of threads
 
 def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """The figures of a row of a log, as text, but those of single layers (0.mh)."""
+    """A log row's figures as text, without those of single layers (0.mh)."""
     words = []
     for name, x in row.items():
         if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x):
@@ -747,10 +755,13 @@ def show(row):
 
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
-    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
+    name, dtype = c.device, c.dtype
     if name == 'auto':  # mps is untested: check against --device cpu
-        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if name.partition(':')[0] not in ('cpu', 'cuda', 'mps') or name.startswith('cuda') and not cuda:
+        name = ('cuda' if torch.cuda.is_available() else
+                'mps' if torch.backends.mps.is_available() else 'cpu')
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):
         fail(f'--device {name}: PyTorch finds no such device here')
     if name == 'cuda':
         name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
@@ -760,7 +771,7 @@ def pick_device(c):
         dtype = 'float32'
         if name.startswith('cuda'):
             dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    torch.set_num_threads(c.threads or torch.get_num_threads())
+    torch.set_num_threads(c.threads or CORES)
     return torch.device(name), getattr(torch, dtype)
 
 def mixed_precision(device, dtype):
@@ -773,14 +784,14 @@ def mixed_precision(device, dtype):
 def save_checkpoint(path, state):
     buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
-    write_file(path, buffer.getvalue())
+    write_file(path, buffer.getbuffer())
 
 def load_checkpoint(path, own=True):
     """A checkpoint, of this script unless own is False. Nothing in the file is run."""
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True)
-        if own and saved['script'] != SCRIPT:
-            raise ValueError(f'{saved["script"]}.py wrote it')
+        if own and saved.get('script') != SCRIPT:
+            raise ValueError(f'{SCRIPT}.py did not write it')
         return saved
     except Exception as error:  # PyTorch raises half a dozen kinds
         fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
@@ -799,12 +810,12 @@ def read_csv(path):
             return float(text)
         except ValueError:
             return text
-    with open(path, newline='', encoding='utf-8') as file:
+    with open(path, newline='', encoding='utf-8-sig') as file:
         return [{key: number(text) for key, text in row.items() if text}
                 for row in csv.DictReader(file)]
 
 def write_file(path, content):
-    """A .part file first, then renamed: a kill midway, or a full disk, leaves the old file whole."""
+    """A .part file, then renamed: a kill midway, or a full disk, leaves the old file whole."""
     if RANK == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.part').write_bytes(content)
@@ -823,10 +834,12 @@ def draw(path, logs, panels, levels={}, results={}):
     axes = picture.subplots(1, n, squeeze=False)[0]
     for axis, (x, *names) in zip(axes, panels):
         for i, (label, runs) in enumerate(logs.items()):
-            axis.plot([], [], f'C{i}.-', label=label)
-            for log, (name, line) in itertools.product(runs, zip(names, ('-', '--'))):
-                rows = [row for row in log if name in row and row.get('step') != 0]  # 0: far off
-                axis.plot([row[x] for row in rows], [row[name] for row in rows], f'C{i}.{line}')
+            axis.plot([], [], '.-', color=f'C{i}', label=label)
+            for log in runs:
+                for name, line in zip(names, ('.-', '.--')):
+                    rows = [row for row in log if name in row and row.get('step') != 0]  # far off
+                    axis.plot([row[x] for row in rows], [row[name] for row in rows], line,
+                              color=f'C{i}')
         for label, y in levels.items() if METRIC in names else ():
             axis.axhline(y, color='grey', linestyle=':', label=label)
         axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
@@ -834,7 +847,7 @@ def draw(path, logs, panels, levels={}, results={}):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     for i, (label, (difference, half)) in enumerate(results.items()):
-        axes[-1].errorbar(difference, -i, xerr=half, fmt=f'C{i}o', label=label)
+        axes[-1].errorbar(difference, -i, xerr=half, fmt='o', color=f'C{i}', label=label)
         axes[-1].set(title='result: difference from the first, its interval', yticks=[])
         axes[-1].legend(fontsize=8)
     png = io.BytesIO()
@@ -851,19 +864,17 @@ def settings(c):
 def sources():
     """The texts of this script, of your modules beside it that it imports, and of the notebook
     cells that put functions, classes, methods or rows of theirs into it."""
-    things, files = [*globals().values()], set()
+    things = [*globals().values()]
     for table in [x for x in things if type(x) is dict]:
         things += table.values()
     for kind in [x for x in things if isinstance(x, type)]:
         things += vars(kind).values()
-    for x in things:
-        if inspect.isfunction(x):
-            files.add(inspect.unwrap(x).__code__.co_filename)  # not torch.no_grad's, around it
-        elif inspect.ismodule(x):
-            files.add(getattr(x, '__file__', None) or '')
-    texts, beside = {SOURCE}, Path(FILE).resolve().parent
+    functions = [inspect.unwrap(x) for x in things if inspect.isfunction(x)]
+    files = {x.__code__.co_filename for x in functions if inspect.isfunction(x)}
+    files |= {getattr(x, '__file__', None) or '' for x in things if inspect.ismodule(x)}
+    texts = {SOURCE}
     for file in files:
-        if Path(file).resolve().parent == beside or not Path(file).exists():  # no file: a cell
+        if Path(file).resolve().parent == FOLDER or not Path(file).exists():  # no file: a cell
             texts.add(''.join(linecache.getlines(file)))
     return sorted(texts - {''})
 
@@ -878,7 +889,7 @@ def checksum(x):
     if isinstance(x, torch.Tensor):
         x = x.detach().cpu().numpy()
     if isinstance(x, np.ndarray):
-        x = x.tobytes()
+        return zlib.crc32(np.ascontiguousarray(x).view(np.uint8))
     return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
 
 def run_name(c, dtype=None):
@@ -902,13 +913,14 @@ def run_folder(c, data=None):
     out = Path(c.out_dir, SCRIPT)
     folder = out / run_id(c, data)
     logs = sorted(out.glob(run_name(c) + '-*/log.csv'), key=os.path.getmtime, reverse=True)
-    for log in logs if c.reuse and not c.fresh else ():
-        if read_csv(log)[-1]['step'] == c.max_iters:
-            if log.parent != folder:
-                print(f'note    --reuse takes {log.parent}: code or data have changed since')
-            return log.parent
-    for dtype in ('float32', 'bfloat16', 'float16') if not logs else ():
-        if any(out.glob(run_name(c, dtype) + '-*/log.csv')):
+    if c.reuse and not c.fresh:
+        for log in logs:
+            if read_csv(log)[-1]['step'] == c.max_iters:
+                if log.parent != folder:
+                    print(f'note    --reuse takes {log.parent}: code or data have changed since')
+                return log.parent
+    for dtype in ('float32', 'bfloat16', 'float16'):
+        if not logs and any(out.glob(run_name(c, dtype) + '-*/log.csv')):
             print(f'note    a run of these settings exists in {dtype}; this one is another')
     return folder
 
@@ -946,7 +958,7 @@ def train_to_end(c, folder):
             pass
     except KeyboardInterrupt:
         where = f' from step {log[-1]["step"]}' if log else ''
-        raise KeyboardInterrupt(f'the same command goes on{where}')
+        raise KeyboardInterrupt(f'in training; without --fresh, the same command goes on{where}')
     return model, log
 
 def train_and_report(c):
@@ -973,7 +985,8 @@ def cases_of(c):
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
     for spec in c.over:
         field, _, texts = spec.partition('=')
-        if types.get(field, list) is list or not texts:
+        field = field.replace('-', '_')
+        if field not in types or types[field] is list or not texts:
             fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
         values = values_of(f'--over {field}', texts, types[field])
         cases = {f'{name} {text}'.strip(): {**case, field: value}
@@ -986,11 +999,12 @@ def is_baseline(row):
 
 def values_of(flag, text, kind):
     """'1,2' -> {'1': 1, '2': 2}, ints, floats, bools or texts by kind."""
+    booleans = dict(true=True, false=False)
     try:
-        return {word: word.lower() == 'true' if kind is bool else kind(word)
-                for word in text.split(',') if word}
-    except ValueError:
-        fail(f'{flag} {text}: needs values such as {kind(1)},{kind(2)}')
+        return {word: booleans[word.lower()] if kind is bool else kind(word)
+                for word in text.split(',')}
+    except (ValueError, KeyError):
+        fail(f'{flag} {text}: needs values of type {kind.__name__}, with commas')
 
 def train_all(cases, seeds, role, path, rows):
     """Train every case with every seed: a row in rows, and in the csv at path, for each run."""
@@ -1020,57 +1034,60 @@ def compare(c):
     """Train every case with every seed on the same batches; differences are paired by seed."""
     out = Path(c.out_dir, SCRIPT)
     folder = out / f'compare-{checksum([repr(c), sources()]):08x}'
-    rows = []
-    for path in c.from_csv.split(',') if c.from_csv else ():
-        rows += read_csv(path)
-    if not rows:
-        cases = cases_of(c)
-        seeds = [*values_of('--seeds', c.seeds, int).values()]
-        final = [*values_of('--final-seeds', c.final_seeds, int).values()]
-        if set(seeds) & set(final) or (final and not c.best):
+    rows, final = [], values_of('--final-seeds', c.final_seeds, int) if c.final_seeds else {}
+    if c.from_csv:
+        for path in c.from_csv.split(','):
+            rows += read_csv(path)
+    else:
+        cases, seeds = cases_of(c), values_of('--seeds', c.seeds, int)
+        if {*seeds.values()} & {*final.values()} or (final and not c.best):
             fail('--final-seeds judge what --best chose by other --seeds')
-        if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
+        if c.best and len({vars(own).get(c.best) for own in cases.values()}) < 2:
             fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-        train_all(cases, seeds, 'choosing' if final else 'judging', folder / 'runs.csv', rows)
-        if final:
-            best = {case: cases[case] for case in choose(c.best, rows)}
-            train_all(best, final, 'judging', folder / 'runs.csv', rows)
+        if len({run_name(own) for own in cases.values()}) < len(cases):
+            fail('two cases have the same settings: no run can be compared with itself')
+        role = 'choosing' if final else 'judging'
+        train_all(cases, seeds.values(), role, folder / 'runs.csv', rows)
 
-    judging = [row for row in rows if row['role'] == 'judging']
     if c.best:
-        chosen = choose(c.best, [row for row in rows if row['role'] == 'choosing'] or judging)
-        judging = [row for row in judging if row['case'] in chosen]
-        draw(folder / f'{c.best}.png', chosen, [(c.best, METRIC)])
+        choosing = [row for row in rows if row['role'] == 'choosing'] or rows
+        chosen = choose(c.best, choosing, folder)
+        if final and not c.from_csv:
+            best = {case: cases[case] for case in chosen}
+            train_all(best, final.values(), 'judging', folder / 'runs.csv', rows)
+        rows = [row for row in rows if row['case'] in chosen]
+    judging = [row for row in rows if row['role'] == 'judging']
     table = tabulate(judging, c.figure or RESULTS[0])
-    logs = {row['case']: [] for row in table}
+    logs = {line['case']: [] for line in table}
     for row in judging:
         if (out / row['run'] / 'log.csv').exists():
             logs[row['case']].append(read_csv(out / row['run'] / 'log.csv'))
     draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)],
-         results={row['case']: (row['diff'], row['half']) for row in table})
+         results={line['case']: (line['diff'], line['interval']) for line in table})
     return table
 
-def choose(field, rows):
-    """Of cases that differ only in `field`, the one with the best mean METRIC -> {case: [[a row of
-    field and METRIC for each of them]]}, lines that draw can draw."""
-    cases, groups, chosen = {}, {}, {}
+def choose(field, rows, folder):
+    """Of cases that differ only in `field`, those with the best mean METRIC; all are drawn."""
+    runs_of, groups, best, lines = {}, {}, [], {}
     for row in rows:
-        cases.setdefault(row['case'], []).append(row)
-    for case, own in cases.items():
-        others = [own[0].get(name) for name in settings(Config()) if name not in (field, 'seed')]
+        runs_of.setdefault(row['case'], []).append(row)
+    for case, runs in runs_of.items():
+        others = [runs[0].get(name) for name in settings(Config()) if name not in (field, 'seed')]
         groups.setdefault(repr(others), []).append(case)
-    means = {case: np.mean([row[METRIC] for row in own]) for case, own in cases.items()}
+    means = {case: np.mean([run[METRIC] for run in runs]) for case, runs in runs_of.items()}
     print(f'\n{METRIC}, mean over the seeds that choose {field}')
     for group in groups.values():
-        group.sort(key=lambda case: cases[case][0][field])
-        best = BETTER(group, key=means.get)
+        group.sort(key=lambda case: runs_of[case][0][field])
+        best.append(BETTER(group, key=means.get))
         for case in group:
-            star = '*' if case == best else ''
-            print(f'{case:30}{means[case]:9.4f} x {len(cases[case])} {star}')
-        if best in (group[0], group[-1]):
+            star = ' *' if case == best[-1] else ''
+            print(f'{case:30}{means[case]:9.4f} x {len(runs_of[case])}{star}')
+        if best[-1] in (group[0], group[-1]):
             print(f'* is at the end of the range: a better {field} may lie beyond it')
-        chosen[best] = [[{field: cases[case][0][field], METRIC: means[case]} for case in group]]
-    return chosen
+        line = [{field: runs_of[case][0][field], METRIC: means[case]} for case in group]
+        lines[best[-1]] = [line]
+    draw(folder / f'{field}.png', lines, [(field, METRIC)])
+    return best
 
 def deviation(values):
     """Standard deviation, nan of a single value."""
@@ -1080,8 +1097,8 @@ def student(gaps, tests=1):
     """Of paired differences: half the interval of their mean that holds at 95 % for all of so many
     tests together (Bonferroni), and the two-sided p that this one's mean is 0.
     With t = sqrt(n - 1) tan(a), the angle a has a density proportional to cos(a)^(n - 2)."""
-    n, error = len(gaps), deviation(gaps) / len(gaps) ** 0.5  # of the mean
-    if not error > 1e-9 * abs(np.mean(gaps)):  # one run, or always the same
+    n, error = len(gaps), deviation(gaps) / max(1, len(gaps)) ** 0.5  # of the mean
+    if not error > 1e-9 * abs(np.mean(gaps)):  # too few, or always the same
         return math.nan, math.nan
     angle = np.linspace(0, math.pi / 2, 100_001)[:-1]
     t = (n - 1) ** 0.5 * np.tan(angle)
@@ -1093,36 +1110,34 @@ def student(gaps, tests=1):
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
 def tabulate(rows, figure):
     """Print rows of runs.csv by case, with a figure's differences from the baseline, or else the
-    first case -> a dict for each case."""
+    first case -> a dict for each line of the table."""
     if figure not in rows[0]:
         fail(f'--figure {figure}: choose from {", ".join(rows[0])}')
     others = [name for name in (*RESULTS, 'seconds', 'skipped')  # skipped: steps, in float16
               if name in rows[0] and name != figure]
     cases, table = {}, []
     for row in sorted(rows, key=lambda row: not is_baseline(row)):
-        cases.setdefault(row['case'], {})[row['seed']] = row
+        if cases.setdefault(row['case'], {}).setdefault(row['seed'], row) is not row:
+            fail(f'{row["case"]}, seed {row["seed"]:g}: two runs; tabulate an experiment at a time')
     first, *rest = cases.values()
-    tests = sum(len(own) > 1 for own in rest)
-    print(f'\n{figure}, {len(first)} seeds. Differences from row 1 are paired by seed; their +- holds '
-          f'at 95 %\nfor {tests} rows together (Bonferroni), p is for a row alone; others are means.\n'
-          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>7}'
+    tests = max(1, sum(len(runs) > 1 for runs in rest))
+    print(f'\n{figure} of {len(first)} seeds. diff: from row 1, paired by seed. +-: at 95 % for '
+          f'{tests} rows\ntogether (Bonferroni). p: for a row alone. The other columns are means.\n'
+          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
           + ''.join(f' {name:>9}' for name in others))
-    for case, own in cases.items():
-        own_rows = list(own.values())
-        values = [row[figure] for row in own_rows]
-        gaps = [row[figure] - first[seed][figure] for seed, row in own.items() if seed in first]
-        row = dict(case=case, size=own_rows[0]['parameters'] / 1e6, mean=np.mean(values),
-                   sd=deviation(values), diff=np.mean(gaps))
-        row['half'], row['p'] = student(gaps, max(1, tests))
+    for case, runs in cases.items():
+        values = [run[figure] for run in runs.values()]
+        gaps = [run[figure] - first[seed][figure] for seed, run in runs.items() if seed in first]
+        size = next(iter(runs.values()))['parameters'] / 1e6
+        half, p = student(gaps, tests)
+        line = dict(case=case, size=size, mean=np.mean(values), sd=deviation(values),
+                    diff=np.mean(gaps) if gaps else math.nan, interval=half, p=p)
         for name in others:
-            row[name] = np.mean([one[name] for one in own_rows])
-        table.append(row)
-        print('{case:24}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{half:8.4f}{p:7.3f}'
-              .format(**row).replace('nan', '  -')
-              + ''.join(f' {row[name]:{max(9, len(name))}.4g}' for name in others))
-        for seed, one in own.items():
-            if math.isinf(one[figure]):
-                print(f'  seed {seed} diverged, and counts as worst')
+            line[name] = np.mean([run.get(name, math.nan) for run in runs.values()])
+        table.append(line)
+        numbers = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'
+        print(f'{case:24}' + numbers.format(**line).replace('nan', '  -')
+              + ''.join(f' {line[name]:{max(9, len(name))}.4g}' for name in others))
     return table
 
 def bench(c):
@@ -1131,14 +1146,16 @@ def bench(c):
     for case, own in cases.items():
         device, dtype = pick_device(own)
         model = make_model(own, data).to(device).train()
-        models[case] = model, make_optimizer(model, own), *mixed_precision(device, dtype)
+        net = torch.compile(model) if own.compile else model
+        models[case] = net, device, make_optimizer(model, own), *mixed_precision(device, dtype)
         times[case] = []
-    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up; images are grown
-        for case, (model, optimizer, autocast, scaler) in models.items():
+    # the last steps, where a ViT's images are largest; two more to warm up
+    for step in range(c.max_iters, c.max_iters + c.rounds + 2):
+        for case, (net, device, optimizer, autocast, scaler) in models.items():
             own = cases[case]
             batches = [get_batch(data, own, step, i, device) for i in range(own.grad_accum_steps)]
             clock = time.perf_counter()
-            update(model, batches, own, optimizer, scaler, autocast)  # ends in .item()
+            train_step(net, batches, own, optimizer, scaler, autocast)  # ends in .item()
             times[case].append(time.perf_counter() - clock)
     print('\nmedian training step, and its ratio to the first case: median (quartiles)')
     first = np.array(next(iter(times.values())))
@@ -1171,10 +1188,8 @@ def parse(argv):
         near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
         fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
     given = vars(given)
-    given['best'] = given.get('best', '').replace('-', '_')  # learning-rate is as good
-    for i, spec in enumerate(given.get('over', ())):
-        field, equals, values = spec.partition('=')
-        given['over'][i] = field.replace('-', '_') + equals + values
+    if 'best' in given:
+        given['best'] = given['best'].replace('-', '_')
     preset = given.pop('preset')
     if preset == 'tiny' and torch.cuda.is_available():
         print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
@@ -1191,7 +1206,7 @@ def main(argv=None):
     try:
         return ACTIONS[action](c)
     except KeyboardInterrupt as stop:
-        print(f'\nstopped; {stop}')
+        print('\nstopped', stop)
         raise SystemExit(130)
     except torch.OutOfMemoryError:
         message = 'out of memory: a smaller --batch-size with more --grad-accum-steps needs less'
@@ -1207,4 +1222,5 @@ ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
            'inspect': inspect_layers, 'sample': sample}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
+    sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character
     main()

@@ -744,7 +744,7 @@ def schedule(step, c):
         return min(1.0, left / max(1, c.warmdown_iters))
     return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
 
-def update(net, batches, c, optimizer, scaler, autocast):
+def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on the micro-batches together -> loss, norm of the gradients."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
@@ -771,7 +771,7 @@ def train(c, folder=None, data=None):
     load_data makes them, or a SimpleNamespace of your own with what get_batch and evaluate read.
     """
     device, dtype = pick_device(c)
-    this_id = run_id(c, data)
+    this_id = run_id(c, data) if folder else None
     if data is None:
         data = load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -812,7 +812,9 @@ def train(c, folder=None, data=None):
         last_step = step == c.max_iters
 
         # evaluate before the first step, every eval_interval steps, and after the last one
-        if (last_step or step % c.eval_interval == 0) and (not log or log[-1]['step'] < step):
+        due = last_step or step % c.eval_interval == 0
+        known = log and log[-1]['step'] == step  # from the checkpoint
+        if due and not known:
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
@@ -840,8 +842,9 @@ def train(c, folder=None, data=None):
         for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
             group['lr'] = peak_lr * schedule(step, c)
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
-        loss, norm = update(net.train(), batches, c, optimizer, scaler, autocast)
-        overflow = not math.isfinite(norm) and scaler.get_scale() > 1  # in float16: it goes on
+        loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
+        # in float16 an overflow only skips its step, and halves the scale, until that is 1
+        overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
                                      'try a lower --learning-rate, or look at an edited formula')
@@ -1006,15 +1009,17 @@ def criteria(c):
 
 # ------------------------------------ tools ------------------------------------
 # --- tools (identical in all four scripts; test_all.py checks)
-FILE = fail.__code__.co_filename  # of this script, or of a notebook's cell
-linecache.checkcache(FILE)        # forget an older text of it
+FILE = fail.__code__.co_filename        # of this script, or of a notebook's cell
+FOLDER = Path(FILE).resolve().parent
+linecache.checkcache(FILE)              # forget an older text of it
 SOURCE = ''.join(linecache.getlines(FILE))
+CORES = torch.get_num_threads()         # PyTorch's default number of threads
 
 def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """The figures of a row of a log, as text, but those of single layers (0.mh)."""
+    """A log row's figures as text, without those of single layers (0.mh)."""
     words = []
     for name, x in row.items():
         if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x):
@@ -1023,10 +1028,13 @@ def show(row):
 
 def pick_device(c):
     """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
-    name, dtype, cuda = c.device, c.dtype, torch.cuda.is_available()
+    name, dtype = c.device, c.dtype
     if name == 'auto':  # mps is untested: check against --device cpu
-        name = 'cuda' if cuda else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if name.partition(':')[0] not in ('cpu', 'cuda', 'mps') or name.startswith('cuda') and not cuda:
+        name = ('cuda' if torch.cuda.is_available() else
+                'mps' if torch.backends.mps.is_available() else 'cpu')
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):
         fail(f'--device {name}: PyTorch finds no such device here')
     if name == 'cuda':
         name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
@@ -1036,7 +1044,7 @@ def pick_device(c):
         dtype = 'float32'
         if name.startswith('cuda'):
             dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    torch.set_num_threads(c.threads or torch.get_num_threads())
+    torch.set_num_threads(c.threads or CORES)
     return torch.device(name), getattr(torch, dtype)
 
 def mixed_precision(device, dtype):
@@ -1049,14 +1057,14 @@ def mixed_precision(device, dtype):
 def save_checkpoint(path, state):
     buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
     torch.save(dict(state, script=SCRIPT), buffer)
-    write_file(path, buffer.getvalue())
+    write_file(path, buffer.getbuffer())
 
 def load_checkpoint(path, own=True):
     """A checkpoint, of this script unless own is False. Nothing in the file is run."""
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True)
-        if own and saved['script'] != SCRIPT:
-            raise ValueError(f'{saved["script"]}.py wrote it')
+        if own and saved.get('script') != SCRIPT:
+            raise ValueError(f'{SCRIPT}.py did not write it')
         return saved
     except Exception as error:  # PyTorch raises half a dozen kinds
         fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
@@ -1075,12 +1083,12 @@ def read_csv(path):
             return float(text)
         except ValueError:
             return text
-    with open(path, newline='', encoding='utf-8') as file:
+    with open(path, newline='', encoding='utf-8-sig') as file:
         return [{key: number(text) for key, text in row.items() if text}
                 for row in csv.DictReader(file)]
 
 def write_file(path, content):
-    """A .part file first, then renamed: a kill midway, or a full disk, leaves the old file whole."""
+    """A .part file, then renamed: a kill midway, or a full disk, leaves the old file whole."""
     if RANK == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.part').write_bytes(content)
@@ -1099,10 +1107,12 @@ def draw(path, logs, panels, levels={}, results={}):
     axes = picture.subplots(1, n, squeeze=False)[0]
     for axis, (x, *names) in zip(axes, panels):
         for i, (label, runs) in enumerate(logs.items()):
-            axis.plot([], [], f'C{i}.-', label=label)
-            for log, (name, line) in itertools.product(runs, zip(names, ('-', '--'))):
-                rows = [row for row in log if name in row and row.get('step') != 0]  # 0: far off
-                axis.plot([row[x] for row in rows], [row[name] for row in rows], f'C{i}.{line}')
+            axis.plot([], [], '.-', color=f'C{i}', label=label)
+            for log in runs:
+                for name, line in zip(names, ('.-', '.--')):
+                    rows = [row for row in log if name in row and row.get('step') != 0]  # far off
+                    axis.plot([row[x] for row in rows], [row[name] for row in rows], line,
+                              color=f'C{i}')
         for label, y in levels.items() if METRIC in names else ():
             axis.axhline(y, color='grey', linestyle=':', label=label)
         axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
@@ -1110,7 +1120,7 @@ def draw(path, logs, panels, levels={}, results={}):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     for i, (label, (difference, half)) in enumerate(results.items()):
-        axes[-1].errorbar(difference, -i, xerr=half, fmt=f'C{i}o', label=label)
+        axes[-1].errorbar(difference, -i, xerr=half, fmt='o', color=f'C{i}', label=label)
         axes[-1].set(title='result: difference from the first, its interval', yticks=[])
         axes[-1].legend(fontsize=8)
     png = io.BytesIO()
@@ -1127,19 +1137,17 @@ def settings(c):
 def sources():
     """The texts of this script, of your modules beside it that it imports, and of the notebook
     cells that put functions, classes, methods or rows of theirs into it."""
-    things, files = [*globals().values()], set()
+    things = [*globals().values()]
     for table in [x for x in things if type(x) is dict]:
         things += table.values()
     for kind in [x for x in things if isinstance(x, type)]:
         things += vars(kind).values()
-    for x in things:
-        if inspect.isfunction(x):
-            files.add(inspect.unwrap(x).__code__.co_filename)  # not torch.no_grad's, around it
-        elif inspect.ismodule(x):
-            files.add(getattr(x, '__file__', None) or '')
-    texts, beside = {SOURCE}, Path(FILE).resolve().parent
+    functions = [inspect.unwrap(x) for x in things if inspect.isfunction(x)]
+    files = {x.__code__.co_filename for x in functions if inspect.isfunction(x)}
+    files |= {getattr(x, '__file__', None) or '' for x in things if inspect.ismodule(x)}
+    texts = {SOURCE}
     for file in files:
-        if Path(file).resolve().parent == beside or not Path(file).exists():  # no file: a cell
+        if Path(file).resolve().parent == FOLDER or not Path(file).exists():  # no file: a cell
             texts.add(''.join(linecache.getlines(file)))
     return sorted(texts - {''})
 
@@ -1154,7 +1162,7 @@ def checksum(x):
     if isinstance(x, torch.Tensor):
         x = x.detach().cpu().numpy()
     if isinstance(x, np.ndarray):
-        x = x.tobytes()
+        return zlib.crc32(np.ascontiguousarray(x).view(np.uint8))
     return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
 
 def run_name(c, dtype=None):
@@ -1178,13 +1186,14 @@ def run_folder(c, data=None):
     out = Path(c.out_dir, SCRIPT)
     folder = out / run_id(c, data)
     logs = sorted(out.glob(run_name(c) + '-*/log.csv'), key=os.path.getmtime, reverse=True)
-    for log in logs if c.reuse and not c.fresh else ():
-        if read_csv(log)[-1]['step'] == c.max_iters:
-            if log.parent != folder:
-                print(f'note    --reuse takes {log.parent}: code or data have changed since')
-            return log.parent
-    for dtype in ('float32', 'bfloat16', 'float16') if not logs else ():
-        if any(out.glob(run_name(c, dtype) + '-*/log.csv')):
+    if c.reuse and not c.fresh:
+        for log in logs:
+            if read_csv(log)[-1]['step'] == c.max_iters:
+                if log.parent != folder:
+                    print(f'note    --reuse takes {log.parent}: code or data have changed since')
+                return log.parent
+    for dtype in ('float32', 'bfloat16', 'float16'):
+        if not logs and any(out.glob(run_name(c, dtype) + '-*/log.csv')):
             print(f'note    a run of these settings exists in {dtype}; this one is another')
     return folder
 
@@ -1222,7 +1231,7 @@ def train_to_end(c, folder):
             pass
     except KeyboardInterrupt:
         where = f' from step {log[-1]["step"]}' if log else ''
-        raise KeyboardInterrupt(f'the same command goes on{where}')
+        raise KeyboardInterrupt(f'in training; without --fresh, the same command goes on{where}')
     return model, log
 
 def train_and_report(c):
@@ -1249,7 +1258,8 @@ def cases_of(c):
     cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
     for spec in c.over:
         field, _, texts = spec.partition('=')
-        if types.get(field, list) is list or not texts:
+        field = field.replace('-', '_')
+        if field not in types or types[field] is list or not texts:
             fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
         values = values_of(f'--over {field}', texts, types[field])
         cases = {f'{name} {text}'.strip(): {**case, field: value}
@@ -1262,11 +1272,12 @@ def is_baseline(row):
 
 def values_of(flag, text, kind):
     """'1,2' -> {'1': 1, '2': 2}, ints, floats, bools or texts by kind."""
+    booleans = dict(true=True, false=False)
     try:
-        return {word: word.lower() == 'true' if kind is bool else kind(word)
-                for word in text.split(',') if word}
-    except ValueError:
-        fail(f'{flag} {text}: needs values such as {kind(1)},{kind(2)}')
+        return {word: booleans[word.lower()] if kind is bool else kind(word)
+                for word in text.split(',')}
+    except (ValueError, KeyError):
+        fail(f'{flag} {text}: needs values of type {kind.__name__}, with commas')
 
 def train_all(cases, seeds, role, path, rows):
     """Train every case with every seed: a row in rows, and in the csv at path, for each run."""
@@ -1296,57 +1307,60 @@ def compare(c):
     """Train every case with every seed on the same batches; differences are paired by seed."""
     out = Path(c.out_dir, SCRIPT)
     folder = out / f'compare-{checksum([repr(c), sources()]):08x}'
-    rows = []
-    for path in c.from_csv.split(',') if c.from_csv else ():
-        rows += read_csv(path)
-    if not rows:
-        cases = cases_of(c)
-        seeds = [*values_of('--seeds', c.seeds, int).values()]
-        final = [*values_of('--final-seeds', c.final_seeds, int).values()]
-        if set(seeds) & set(final) or (final and not c.best):
+    rows, final = [], values_of('--final-seeds', c.final_seeds, int) if c.final_seeds else {}
+    if c.from_csv:
+        for path in c.from_csv.split(','):
+            rows += read_csv(path)
+    else:
+        cases, seeds = cases_of(c), values_of('--seeds', c.seeds, int)
+        if {*seeds.values()} & {*final.values()} or (final and not c.best):
             fail('--final-seeds judge what --best chose by other --seeds')
-        if c.best and not any(spec.startswith(c.best + '=') for spec in c.over):
+        if c.best and len({vars(own).get(c.best) for own in cases.values()}) < 2:
             fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-        train_all(cases, seeds, 'choosing' if final else 'judging', folder / 'runs.csv', rows)
-        if final:
-            best = {case: cases[case] for case in choose(c.best, rows)}
-            train_all(best, final, 'judging', folder / 'runs.csv', rows)
+        if len({run_name(own) for own in cases.values()}) < len(cases):
+            fail('two cases have the same settings: no run can be compared with itself')
+        role = 'choosing' if final else 'judging'
+        train_all(cases, seeds.values(), role, folder / 'runs.csv', rows)
 
-    judging = [row for row in rows if row['role'] == 'judging']
     if c.best:
-        chosen = choose(c.best, [row for row in rows if row['role'] == 'choosing'] or judging)
-        judging = [row for row in judging if row['case'] in chosen]
-        draw(folder / f'{c.best}.png', chosen, [(c.best, METRIC)])
+        choosing = [row for row in rows if row['role'] == 'choosing'] or rows
+        chosen = choose(c.best, choosing, folder)
+        if final and not c.from_csv:
+            best = {case: cases[case] for case in chosen}
+            train_all(best, final.values(), 'judging', folder / 'runs.csv', rows)
+        rows = [row for row in rows if row['case'] in chosen]
+    judging = [row for row in rows if row['role'] == 'judging']
     table = tabulate(judging, c.figure or RESULTS[0])
-    logs = {row['case']: [] for row in table}
+    logs = {line['case']: [] for line in table}
     for row in judging:
         if (out / row['run'] / 'log.csv').exists():
             logs[row['case']].append(read_csv(out / row['run'] / 'log.csv'))
     draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)],
-         results={row['case']: (row['diff'], row['half']) for row in table})
+         results={line['case']: (line['diff'], line['interval']) for line in table})
     return table
 
-def choose(field, rows):
-    """Of cases that differ only in `field`, the one with the best mean METRIC -> {case: [[a row of
-    field and METRIC for each of them]]}, lines that draw can draw."""
-    cases, groups, chosen = {}, {}, {}
+def choose(field, rows, folder):
+    """Of cases that differ only in `field`, those with the best mean METRIC; all are drawn."""
+    runs_of, groups, best, lines = {}, {}, [], {}
     for row in rows:
-        cases.setdefault(row['case'], []).append(row)
-    for case, own in cases.items():
-        others = [own[0].get(name) for name in settings(Config()) if name not in (field, 'seed')]
+        runs_of.setdefault(row['case'], []).append(row)
+    for case, runs in runs_of.items():
+        others = [runs[0].get(name) for name in settings(Config()) if name not in (field, 'seed')]
         groups.setdefault(repr(others), []).append(case)
-    means = {case: np.mean([row[METRIC] for row in own]) for case, own in cases.items()}
+    means = {case: np.mean([run[METRIC] for run in runs]) for case, runs in runs_of.items()}
     print(f'\n{METRIC}, mean over the seeds that choose {field}')
     for group in groups.values():
-        group.sort(key=lambda case: cases[case][0][field])
-        best = BETTER(group, key=means.get)
+        group.sort(key=lambda case: runs_of[case][0][field])
+        best.append(BETTER(group, key=means.get))
         for case in group:
-            star = '*' if case == best else ''
-            print(f'{case:30}{means[case]:9.4f} x {len(cases[case])} {star}')
-        if best in (group[0], group[-1]):
+            star = ' *' if case == best[-1] else ''
+            print(f'{case:30}{means[case]:9.4f} x {len(runs_of[case])}{star}')
+        if best[-1] in (group[0], group[-1]):
             print(f'* is at the end of the range: a better {field} may lie beyond it')
-        chosen[best] = [[{field: cases[case][0][field], METRIC: means[case]} for case in group]]
-    return chosen
+        line = [{field: runs_of[case][0][field], METRIC: means[case]} for case in group]
+        lines[best[-1]] = [line]
+    draw(folder / f'{field}.png', lines, [(field, METRIC)])
+    return best
 
 def deviation(values):
     """Standard deviation, nan of a single value."""
@@ -1356,8 +1370,8 @@ def student(gaps, tests=1):
     """Of paired differences: half the interval of their mean that holds at 95 % for all of so many
     tests together (Bonferroni), and the two-sided p that this one's mean is 0.
     With t = sqrt(n - 1) tan(a), the angle a has a density proportional to cos(a)^(n - 2)."""
-    n, error = len(gaps), deviation(gaps) / len(gaps) ** 0.5  # of the mean
-    if not error > 1e-9 * abs(np.mean(gaps)):  # one run, or always the same
+    n, error = len(gaps), deviation(gaps) / max(1, len(gaps)) ** 0.5  # of the mean
+    if not error > 1e-9 * abs(np.mean(gaps)):  # too few, or always the same
         return math.nan, math.nan
     angle = np.linspace(0, math.pi / 2, 100_001)[:-1]
     t = (n - 1) ** 0.5 * np.tan(angle)
@@ -1369,36 +1383,34 @@ def student(gaps, tests=1):
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
 def tabulate(rows, figure):
     """Print rows of runs.csv by case, with a figure's differences from the baseline, or else the
-    first case -> a dict for each case."""
+    first case -> a dict for each line of the table."""
     if figure not in rows[0]:
         fail(f'--figure {figure}: choose from {", ".join(rows[0])}')
     others = [name for name in (*RESULTS, 'seconds', 'skipped')  # skipped: steps, in float16
               if name in rows[0] and name != figure]
     cases, table = {}, []
     for row in sorted(rows, key=lambda row: not is_baseline(row)):
-        cases.setdefault(row['case'], {})[row['seed']] = row
+        if cases.setdefault(row['case'], {}).setdefault(row['seed'], row) is not row:
+            fail(f'{row["case"]}, seed {row["seed"]:g}: two runs; tabulate an experiment at a time')
     first, *rest = cases.values()
-    tests = sum(len(own) > 1 for own in rest)
-    print(f'\n{figure}, {len(first)} seeds. Differences from row 1 are paired by seed; their +- holds '
-          f'at 95 %\nfor {tests} rows together (Bonferroni), p is for a row alone; others are means.\n'
-          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>7}'
+    tests = max(1, sum(len(runs) > 1 for runs in rest))
+    print(f'\n{figure} of {len(first)} seeds. diff: from row 1, paired by seed. +-: at 95 % for '
+          f'{tests} rows\ntogether (Bonferroni). p: for a row alone. The other columns are means.\n'
+          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
           + ''.join(f' {name:>9}' for name in others))
-    for case, own in cases.items():
-        own_rows = list(own.values())
-        values = [row[figure] for row in own_rows]
-        gaps = [row[figure] - first[seed][figure] for seed, row in own.items() if seed in first]
-        row = dict(case=case, size=own_rows[0]['parameters'] / 1e6, mean=np.mean(values),
-                   sd=deviation(values), diff=np.mean(gaps))
-        row['half'], row['p'] = student(gaps, max(1, tests))
+    for case, runs in cases.items():
+        values = [run[figure] for run in runs.values()]
+        gaps = [run[figure] - first[seed][figure] for seed, run in runs.items() if seed in first]
+        size = next(iter(runs.values()))['parameters'] / 1e6
+        half, p = student(gaps, tests)
+        line = dict(case=case, size=size, mean=np.mean(values), sd=deviation(values),
+                    diff=np.mean(gaps) if gaps else math.nan, interval=half, p=p)
         for name in others:
-            row[name] = np.mean([one[name] for one in own_rows])
-        table.append(row)
-        print('{case:24}{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{half:8.4f}{p:7.3f}'
-              .format(**row).replace('nan', '  -')
-              + ''.join(f' {row[name]:{max(9, len(name))}.4g}' for name in others))
-        for seed, one in own.items():
-            if math.isinf(one[figure]):
-                print(f'  seed {seed} diverged, and counts as worst')
+            line[name] = np.mean([run.get(name, math.nan) for run in runs.values()])
+        table.append(line)
+        numbers = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'
+        print(f'{case:24}' + numbers.format(**line).replace('nan', '  -')
+              + ''.join(f' {line[name]:{max(9, len(name))}.4g}' for name in others))
     return table
 
 def bench(c):
@@ -1407,14 +1419,16 @@ def bench(c):
     for case, own in cases.items():
         device, dtype = pick_device(own)
         model = make_model(own, data).to(device).train()
-        models[case] = model, make_optimizer(model, own), *mixed_precision(device, dtype)
+        net = torch.compile(model) if own.compile else model
+        models[case] = net, device, make_optimizer(model, own), *mixed_precision(device, dtype)
         times[case] = []
-    for step in range(c.max_iters, c.max_iters + c.rounds + 2):  # two to warm up; images are grown
-        for case, (model, optimizer, autocast, scaler) in models.items():
+    # the last steps, where a ViT's images are largest; two more to warm up
+    for step in range(c.max_iters, c.max_iters + c.rounds + 2):
+        for case, (net, device, optimizer, autocast, scaler) in models.items():
             own = cases[case]
             batches = [get_batch(data, own, step, i, device) for i in range(own.grad_accum_steps)]
             clock = time.perf_counter()
-            update(model, batches, own, optimizer, scaler, autocast)  # ends in .item()
+            train_step(net, batches, own, optimizer, scaler, autocast)  # ends in .item()
             times[case].append(time.perf_counter() - clock)
     print('\nmedian training step, and its ratio to the first case: median (quartiles)')
     first = np.array(next(iter(times.values())))
@@ -1447,10 +1461,8 @@ def parse(argv):
         near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
         fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
     given = vars(given)
-    given['best'] = given.get('best', '').replace('-', '_')  # learning-rate is as good
-    for i, spec in enumerate(given.get('over', ())):
-        field, equals, values = spec.partition('=')
-        given['over'][i] = field.replace('-', '_') + equals + values
+    if 'best' in given:
+        given['best'] = given['best'].replace('-', '_')
     preset = given.pop('preset')
     if preset == 'tiny' and torch.cuda.is_available():
         print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
@@ -1467,7 +1479,7 @@ def main(argv=None):
     try:
         return ACTIONS[action](c)
     except KeyboardInterrupt as stop:
-        print(f'\nstopped; {stop}')
+        print('\nstopped', stop)
         raise SystemExit(130)
     except torch.OutOfMemoryError:
         message = 'out of memory: a smaller --batch-size with more --grad-accum-steps needs less'
@@ -1485,4 +1497,5 @@ ACTIONS = {'train': lambda c: train_and_report(with_teacher(c)), 'compare': comp
            'sample': sample, 'criteria': criteria, 'scaling': scaling}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
+    sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character
     main()
