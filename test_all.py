@@ -620,7 +620,7 @@ def test_vit_dropout():
     assert not torch.equal(net(images), net(images))
     blocks = vit_model(drop_path=0.9).train().blocks
     assert [block.drop_path for block in blocks] == [0, 0.9]
-    kept = blocks[1].keep(torch.ones(4000, 2, 3, device=DEVICE))
+    kept = blocks[1].stochastic_depth(torch.ones(4000, 2, 3, device=DEVICE))
     assert (kept == kept[:, :1, :1]).all()
     close(kept.mean(), 1, 0.3)
 
@@ -690,28 +690,29 @@ def test_vit_evaluation(tmp_path):
     images, labels = [torch.from_numpy(part[:12]) for part in data.val]
     mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
     logits = (images.float().mean((2, 3)) / 255 - mean) / std
-    loss, accuracy = vit.judge(lambda x: x.mean((2, 3)), [images.numpy(), labels.numpy()], c, 'cpu')
+    loss, accuracy = vit.loss_and_accuracy(
+        lambda x: x.mean((2, 3)), images.numpy(), labels.numpy(), c, 'cpu')
     close(loss, F.cross_entropy(logits, labels), 1e-5)
     close(accuracy, (logits.argmax(1) == labels).double().mean(), 1e-9)
     net = vit_model(num_classes=3, dtype=torch.float32)
     figures = vit.evaluate(net, data, c, DEVICE)
     layers, _ = vit.diagnose(net, vit.normalise(data.val[0], 8, c, DEVICE))
     assert figures['1.cos_mh'] == layers[1]['cos_mh'], figures
-    assert (figures['val_loss'], figures['val_acc']) == vit.judge(
-        net, [part[:12] for part in data.val], c, DEVICE)
+    assert (figures['val_loss'], figures['val_acc']) == vit.loss_and_accuracy(
+        net, *[part[:12] for part in data.val], c, DEVICE)
     black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, vit.Config(data='data/cifar10'))
     close(black.flatten(), [-2.4291, -2.4183, -2.2214], 1e-3)
 
 def test_vit_best_weights(tmp_path):
     """best.pt is the best step's; the test set is for the end, for the last weights and these."""
     seen = []
-    def judge(model, part, c, device):
+    def judge(model, images, labels, c, device):
         end = len(seen) >= 4  # it has judged steps 0, 3, 6 and 9
-        assert len(part[1]) == (30 if end else 6)
+        assert len(labels) == (30 if end else 6)
         assert torch.is_autocast_enabled(device.type) != end  # which keeps casts of weights
         seen.append(model.head.bias.tolist())
         return 1.0, len(seen) == 3
-    with patch.object(vit, 'judge', judge):
+    with patch.object(vit, 'loss_and_accuracy', judge):
         run(vit, *tiny(vit, tmp_path, '--max-iters', 9, '--dtype', 'bfloat16'))
         assert checkpoint(tmp_path)['model']['head.bias'].tolist() == seen[3]
     assert seen[4] == seen[3] != seen[2] == seen[5]
@@ -2232,7 +2233,7 @@ def test_any_edit_trains_anew(tmp_path):
             (gpt, 'v - gamma * mh', 'v - 2 * gamma * mh'), (gpt, 'F.gelu', 'F.silu'),
             (gpt, 'F.cross_entropy', '2 * F.cross_entropy'), (gpt, 'optim.AdamW', 'optim.Adam'),
             (gpt, '# ----', '# a comment\n# ----'), (vit, '0.866 * abs(x)', '0.8 * abs(x)'),
-            (vit, '0.08 + 0.92', '0.1 + 0.9'), (vit, 'SOLARIZED = ', 'SOLARIZED = 1 - '),
+            (vit, '0.08 + 0.92', '0.1 + 0.9'), (vit, 'ops.invert(image)', 'image'),
             (detr, 'x >= tip * (1 - y)', 'x >= tip'), (detr, '(1 - giou)', '(2 - giou)'),
             (detr, 'F.relu(self.bn3', 'F.gelu(self.bn3'), (mask, 'p.exp() * (p - q)', 'p - q'),
             (mask, "('<=', 1e-3)", "('<=', 1e-2)"),
