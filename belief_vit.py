@@ -16,7 +16,7 @@ what the patch did not know yet; AttentionX passes on V minus MH. (Why: PDMM, at
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
     [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
+    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, Attention
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
     [AX2 Sec. 5]    the same with a gamma that each head learns          attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
@@ -191,7 +191,7 @@ class Config:
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
     from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
-    figure: str = ''               # compare: the figure to test, e.g. mean_loss; default: the result
+    figure: str = ''               # compare: the figure to test, such as mean_loss
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -560,7 +560,8 @@ def load_folder(folder):
             classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
         return train, test, classes
     root = folder / 'train' if (folder / 'train').is_dir() else folder
-    classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+    names = [path.name for path in root.iterdir() if path.is_dir()]
+    classes = sorted(name for name in names if name[0] != '.')  # no .ipynb_checkpoints
     train, test = list_photos(root, classes), None
     if len(classes) < 2 or not len(train[0]):
         fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
@@ -576,7 +577,7 @@ def pillow():
     except ImportError:
         raise ImportError('photos and --randaugment need `pip install pillow`')
 
-def read_photo(path, size, chance=None):
+def read_photo(path, size, draws=None):
     """A photo -> (3, size, size) uint8: its centre, as in ImageNet evaluation, or, given four
     random numbers, a crop of 8 to 100 % of its area, aspect 3:4 to 4:3."""
     PIL = pillow()
@@ -586,13 +587,14 @@ def read_photo(path, size, chance=None):
     except OSError as error:
         raise OSError(f'{path} is no photo: {error}')
     width, height = image.size
-    w = h = min(width, height) * (0.875 if size > 64 else 1.0)
-    left, top = (width - w) / 2, (height - h) / 2
-    if chance is not None:
-        area = width * height * (0.08 + 0.92 * chance[0])
-        aspect = (4 / 3) ** (2 * chance[1] - 1)
+    if draws is None:
+        w = h = min(width, height) * (0.875 if size > 64 else 1.0)
+        left, top = (width - w) / 2, (height - h) / 2
+    else:
+        area = width * height * (0.08 + 0.92 * draws[0])
+        aspect = (4 / 3) ** (2 * draws[1] - 1)
         w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
-        left, top = chance[2] * (width - w), chance[3] * (height - h)
+        left, top = draws[2] * (width - w), draws[3] * (height - h)
     image = image.resize((size, size), PIL.Image.BICUBIC, (left, top, left + w, top + h))
     return np.asarray(image).transpose(2, 0, 1)
 
@@ -605,14 +607,15 @@ def data_files(c):
     return files + [Path(c.init)]
 
 def load_data(c):
-    """-> train, val, test: images, bytes (N, 3, H, W) or paths of photos (N,), and labels (N,)."""
+    """-> train, val and test, each images, bytes (N, 3, H, W) or paths of photos (N,), and labels
+    (N,) int64; names of classes; a line about them."""
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
     elif data_folder(c).is_dir():
         train, test, classes = load_folder(data_folder(c))
     else:
-        fail(f'--data {c.data}: no such folder and no data/{c.data}: `python prepare_data.py {c.data}` '
-             'makes it, or, without a name, lists what there is; photos of your own: FOLDER/CLASS/*.jpg')
+        fail(f'--data {c.data}: no such folder, and no data/{c.data}, which `python prepare_data.py '
+             f'{c.data}` makes (without a name: a list); photos of your own: FOLDER/CLASS/*.jpg')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
@@ -621,6 +624,9 @@ def load_data(c):
         test, rest = (images[rest[:cut]], labels[rest[:cut]]), rest[cut:]
     if cut < 1 or len(rest) < 1:
         fail(f'--data {c.data}: validation takes {cut} of {len(labels)} images: set --val-fraction')
+    highest = max(labels.max(), test[1].max())
+    if highest >= len(classes):
+        fail(f'--data {c.data}: label {highest} has no name: there are {len(classes)} classes')
     about = (f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
              f'{len(test[1]):,} to test')
     return SimpleNamespace(train=(images[rest], labels[rest]), val=(images[val], labels[val]),
@@ -653,72 +659,63 @@ def normalise(images, size, c, device='cpu'):
     return x
 
 # ------------------------------------ augmentation ------------------------------------
-STRENGTH = 14 / 30  # of RandAugment
-
-def cutout(image, at):
-    """A grey square about a point, moved inside at the top and left only, as in its source."""
-    side = 40 * STRENGTH
-    top = int(max(0, at[0] * image.height - side / 2))
-    left = int(max(0, at[1] * image.width - side / 2))
-    image.paste((125, 123, 114), (left, top, left + int(side) + 1, top + int(side) + 1))
-    return image
-
-def randaugment(x, chance, policy):
-    """Two operations, drawn with replacement, on an image, bytes (3, H, W)."""
+def randaugment(x, draws, policy):
+    """Two operations at strength 14 of 30 on an image, bytes (3, H, W)."""
     PIL = pillow()
     ops, enhance = PIL.ImageOps, PIL.ImageEnhance
-    height, width = x.shape[1:]
+    _, height, width = x.shape
+    strength = 14 / 30
+    side = 40 * strength  # of a square, in pixels
     far_x = far_y = 100  # pixels, meant for images of 224
     if policy == 'fixed':
         far_x, far_y = 0.45 * width, 0.45 * height
 
-    def affine(image, *matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
+    def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
         return image.transform((width, height), PIL.Image.AFFINE, matrix)
 
-    def brighter(level):
-        return min(255, level + int(110 * STRENGTH))
+    def cutout():  # a grey square, moved inside at the top and left only, as in its source
+        left, top = int(max(0, at_x * width - side / 2)), int(max(0, at_y * height - side / 2))
+        image.paste((125, 123, 114), (left, top, left + int(side) + 1, top + int(side) + 1))
+        return image
 
-    # of an image, s = STRENGTH or -STRENGTH, and a point. 0.94 is that share of the way from 0.1 to
-    # 1.9, where 1 would leave all as it is
-    operations = [
-        lambda image, s, at: ops.autocontrast(image),
-        lambda image, s, at: ops.equalize(image),
-        lambda image, s, at: ops.invert(image),
-        lambda image, s, at: image.rotate(30 * s),
-        lambda image, s, at: ops.posterize(image, int(4 * STRENGTH)),  # to 1 bit
-        lambda image, s, at: ops.solarize(image, 256 * STRENGTH),
-        lambda image, s, at: ops.solarize(image.point(brighter), 128),
-        lambda image, s, at: enhance.Color(image).enhance(0.94),
-        lambda image, s, at: enhance.Contrast(image).enhance(0.94),
-        lambda image, s, at: enhance.Brightness(image).enhance(0.94),
-        lambda image, s, at: enhance.Sharpness(image).enhance(0.94),
-        lambda image, s, at: affine(image, 1, 0.3 * s, 0, 0, 1, 0),  # shear
-        lambda image, s, at: affine(image, 1, 0, 0, 0.3 * s, 1, 0),
-        lambda image, s, at: cutout(image, at),
-        lambda image, s, at: affine(image, 1, 0, far_x * s, 0, 1, 0),  # translate
-        lambda image, s, at: affine(image, 1, 0, 0, 0, 1, far_y * s),
-    ]
     image = PIL.Image.fromarray(np.ascontiguousarray(x.transpose(1, 2, 0)))
-    for which, sign, *at in chance.reshape(2, 4):
-        operation = operations[int(which * len(operations))]
-        image = operation(image, STRENGTH if sign < 0.5 else -STRENGTH, at)
+    for which, sign, at_y, at_x in draws.reshape(2, 4):
+        s = strength if sign < 0.5 else -strength
+        operations = [
+            lambda: ops.autocontrast(image),
+            lambda: ops.equalize(image),
+            lambda: ops.invert(image),
+            lambda: image.rotate(30 * s),
+            lambda: ops.posterize(image, 1),  # bits
+            lambda: ops.solarize(image, 256 * strength),
+            lambda: ops.solarize(image.point(lambda level: min(255, level + 51)), 128),
+            lambda: enhance.Color(image).enhance(0.94),  # 1 would leave all as it is
+            lambda: enhance.Contrast(image).enhance(0.94),
+            lambda: enhance.Brightness(image).enhance(0.94),
+            lambda: enhance.Sharpness(image).enhance(0.94),
+            lambda: affine(1, 0.3 * s, 0, 0, 1, 0),  # shear
+            lambda: affine(1, 0, 0, 0.3 * s, 1, 0),
+            cutout,
+            lambda: affine(1, 0, far_x * s, 0, 1, 0),  # translate
+            lambda: affine(1, 0, 0, 0, 1, far_y * s),
+        ]
+        image = operations[int(which * len(operations))]()
     return np.asarray(image).transpose(2, 0, 1)
 
 DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
 
-def augment(x, chance, c, size=None):
+def augment(x, draws, c, size=None):
     """A photo's path -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
     operations and a crop after padding with 4 black pixels. Both are maybe mirrored."""
     if isinstance(x, str):
-        x, mirror = read_photo(x, size, chance), chance[4] < 0.5
+        x, mirror = read_photo(x, size, draws), draws[4] < 0.5
     else:
-        mirror = chance[2] < 0.5
+        mirror = draws[2] < 0.5
         if c.randaugment != 'none':
-            x = randaugment(x, chance[3:], c.randaugment)
-        H, W = x.shape[1:]
-        padded = np.zeros((3, H + 8, W + 8), np.uint8)
-        padded[:, 4:-4, 4:-4] = x
-        top, left = (9 * chance[:2]).astype(int)
+            x = randaugment(x, draws[3:], c.randaugment)
+        _, H, W = x.shape
+        top, left = (9 * draws[:2]).astype(int)
+        padded = np.pad(x, ((0, 0), (4, 4), (4, 4)))
         x = padded[:, top:top + H, left:left + W]
     return x[..., ::-1] if mirror and c.flip else x
 
@@ -758,17 +755,21 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized."""
+    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized; W^s,
+    say, and an output layer for other classes start anew."""
     saved = load_checkpoint(path, own=False)
     weights = dict(saved.get('model', saved))
     if 'pos_embed' in weights:
         g = math.isqrt(model.pos_embed.size(1))
         weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
     if len(weights.get('head.weight', ())) != len(model.head.weight):
-        print(f'note    {path} is for other classes: output layer starts anew')
         weights.update({'head.weight': model.head.weight, 'head.bias': model.head.bias})
+        print(f'note    {path} is for other classes: output layer starts anew')
+    new = {name: p for name, p in model.state_dict().items() if name not in weights}
+    if new:
+        print(f'note    {path} lacks {", ".join(new)}')
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict({**new, **weights})
     except RuntimeError as error:
         fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
@@ -797,11 +798,11 @@ def get_batch(data, c, step, micro, device):
     rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)
     places = range(begin, begin + per_step)[rows]
     index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
-    chance = stream('chance', c.seed, step).random((per_step, DRAWS))[rows]
+    draws = stream('chance', c.seed, step).random((per_step, DRAWS))[rows]
     growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
     size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
     run = THREADS.map if images.ndim == 1 else map  # only decoding photos gains from threads
-    batch = run(lambda x, draws: augment(x, draws, c, size), images[index], chance)
+    batch = run(lambda x, row: augment(x, row, c, size), images[index], draws)
     x, y, share = normalise(np.stack(list(batch)), size, c, device), labels[index], 1.0
     if c.mix:  # pairs images within a process: here the number of processes matters
         x, share = mix(x, stream('mix', c.seed, step, micro, RANK))
@@ -853,7 +854,8 @@ def diagnose(model, images):
             mh_out=mh_out.norm(dim=1), update_out=update_out.norm(dim=1),
             cos_mh=F.cosine_similarity(mh_out, token),
             cos_update=F.cosine_similarity(update_out, token),
-            alpha=(mh * v).sum(1) / (v * v).sum(1), gamma=torch.as_tensor(attn.gamma))
+            alpha=(mh * v).sum(1) / (v * v).sum(1).clamp_min(1e-30),
+            gamma=torch.as_tensor(attn.gamma))
         rows.append({name: figure.float().mean().item() for name, figure in figures.items()})
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
@@ -1025,12 +1027,12 @@ def linear_accuracy(data, c):
 def report(c, model, log):
     """What came out: a text, and yardsticks {name: accuracy}."""
     data, last = load_data(c), log[-1]
-    linear = linear_accuracy(data, c)
-    return (f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
+    linear, chance = linear_accuracy(data, c), 1 / len(data.classes)
+    text = (f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
             f'{100 * last["best_test_acc"]:.1f} %\n'
             f'        a linear model of the same pixels: {100 * linear:.1f} %, '
-            f'chance: {100 / len(data.classes):.1f} %',
-            {'linear model, on the test set': linear, 'chance': 1 / len(data.classes)})
+            f'chance: {100 * chance:.1f} %')
+    return text, {'linear model, on the test set': linear, 'chance': chance}
 
 def draw_images(path, rows, titles=()):
     """A row of images (B, 3, H, W), colours from 0 to 1, for each label in rows."""
@@ -1045,8 +1047,8 @@ def draw_images(path, rows, titles=()):
     axes = picture.subplots(len(rows), columns, squeeze=False)
     for line, (label, images) in zip(axes, rows.items()):
         line[0].set_ylabel(label)
-        for axis, image in zip(line, images.cpu()):
-            axis.imshow(image.permute(1, 2, 0))
+        for axis, image in zip(line, images.permute(0, 2, 3, 1).cpu().numpy()):
+            axis.imshow(image)
             axis.set(xticks=[], yticks=[])
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=8)
@@ -1075,8 +1077,7 @@ def predict(c):
         print(f'{path}: {", ".join(words)}')
         answers.append(best)
         titles.append('\n'.join(words[:3]))
-    draw_images(Path(c.out_dir, SCRIPT, 'predict.png'),
-                {'as the model sees it': visible(images, run)}, titles)
+    draw_images(Path(c.out_dir, SCRIPT, 'predict.png'), {'input': visible(images, run)}, titles)
     return answers
 
 def inspect_layers(c):
@@ -1086,10 +1087,9 @@ def inspect_layers(c):
     model, log = train_to_end(c, folder)
     layers = {}
     for i in range(c.depth):
-        rows = []
-        for row in log:
-            own = {name: x for name, x in row.items() if name.startswith(f'{i}.')}
-            rows.append(dict(step=row['step'], **{name.partition('.')[2]: x for name, x in own.items()}))
+        prefix = f'{i}.'
+        rows = [{name.removeprefix(prefix): x for name, x in row.items()
+                 if name == 'step' or name.startswith(prefix)} for row in log]
         layers[f'layer {i}'] = [rows]
         print(f'layer {i}: {show(rows[-1])}')
     print(diagnose.__doc__.partition('\n\n')[2].rstrip())
