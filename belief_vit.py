@@ -378,22 +378,18 @@ def resize_positions(pos, grid):
     patches = F.interpolate(patches, grid, mode='bicubic').flatten(2).mT  # (1, h w, C)
     return torch.cat([others, patches], dim=1)
 
-def init_uniform(p, layer, generator):
-    """PyTorch's own, for linear layers and convolutions: spread by what a unit takes in."""
-    bound = layer.weight[0].numel() ** -0.5
-    p.uniform_(-bound, bound, generator=generator)
-
 def init_vit_small(name, p, layer, generator):
-    """PyTorch's, with large tokens."""
+    """Large tokens; PyTorch's own, spread by what a unit takes in, for all else."""
     if name in ('pos_embed', 'cls_token'):
         p.normal_(generator=generator)
     else:
-        init_uniform(p, layer, generator)
+        bound = layer.weight[0].numel() ** -0.5
+        p.uniform_(-bound, bound, generator=generator)
 
 def init_deit_small(name, p, layer, generator):
-    """timm's."""
+    """timm's: PyTorch's for convolutions alone."""
     if isinstance(layer, nn.Conv2d):
-        init_uniform(p, layer, generator)
+        init_vit_small(name, p, layer, generator)
     elif name.endswith('bias'):
         p.zero_()
     else:
@@ -402,7 +398,7 @@ def init_deit_small(name, p, layer, generator):
 def init_deit_small_local(name, p, layer, generator):
     """Xavier's, for q, k and v apart; PyTorch's for convolutions and biases."""
     if isinstance(layer, nn.Conv2d) or name.endswith('bias'):
-        init_uniform(p, layer, generator)
+        init_vit_small(name, p, layer, generator)
     else:
         for part in p.chunk(3 if 'qkv' in name else 1):
             nn.init.xavier_normal_(part, generator=generator)
@@ -755,8 +751,8 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized; W^s,
-    say, and an output layer for other classes start anew."""
+    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized; what
+    it lacks, W^s for one, and an output layer for other classes start anew."""
     saved = load_checkpoint(path, own=False)
     weights = dict(saved.get('model', saved))
     if 'pos_embed' in weights:
@@ -767,7 +763,7 @@ def load_weights(model, path):
         print(f'note    {path} is for other classes: output layer starts anew')
     new = {name: p for name, p in model.state_dict().items() if name not in weights}
     if new:
-        print(f'note    {path} lacks {", ".join(new)}')
+        print(f'note    {path} lacks {", ".join(new)}: they start anew')
     try:
         model.load_state_dict({**new, **weights})
     except RuntimeError as error:
@@ -803,10 +799,11 @@ def get_batch(data, c, step, micro, device):
     size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
     run = THREADS.map if images.ndim == 1 else map  # only decoding photos gains from threads
     batch = run(lambda x, row: augment(x, row, c, size), images[index], draws)
-    x, y, share = normalise(np.stack(list(batch)), size, c, device), labels[index], 1.0
+    x = normalise(np.stack(list(batch)), size, c, device)
+    y, share = torch.from_numpy(labels[index]).to(device), 1.0
     if c.mix:  # pairs images within a process: here the number of processes matters
         x, share = mix(x, stream('mix', c.seed, step, micro, RANK))
-    return x, torch.from_numpy(y).to(device), share
+    return x, y, share
 
 def loss_of(model, batch, c):
     images, labels, share = batch
