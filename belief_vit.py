@@ -1037,8 +1037,6 @@ def draw_images(path, rows, titles=()):
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'no {path.name}: pictures need `pip install matplotlib`')
-    if RANK:
-        return
     columns = max(len(images) for images in rows.values())
     picture = Figure(figsize=(1 + 1.5 * columns, 1.7 * len(rows)), layout='tight')
     axes = picture.subplots(len(rows), columns, squeeze=False)
@@ -1049,8 +1047,9 @@ def draw_images(path, rows, titles=()):
             axis.set(xticks=[], yticks=[])
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path)
+    png = io.BytesIO()
+    picture.savefig(png)
+    write_file(path, png.getvalue())
     print(f'picture {path}')
 
 def visible(x, c):
