@@ -91,10 +91,10 @@ def multi_head(q, k, v, zero_diag=False):
 
 def orthogonal(mh, v, dims):
     """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
-    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 soon overflows float16
-    x, y = mh.to(wide), v.to(wide)
+    dtype = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 soon overflows float16
+    x, y = mh.to(dtype), v.to(dtype)
     mh_v = (x * y).sum(dims, keepdim=True)
-    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] nothing to take where V = 0
+    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] V = 0 takes nothing
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
@@ -113,7 +113,7 @@ ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projectio
 def default_gamma(c):
     """c.gamma or, where that is None, the papers' choice."""
     if c.gamma is not None:
-        return c.gamma
+        return float(c.gamma)
     if c.attention == 'attentionx-v1' or c.zero_diag:
         return 1.0  # [AX1 Sec. 4.1] [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
@@ -168,7 +168,7 @@ class Config:
     min_lr: float = 0.0            # final cosine rate, as a fraction of learning_rate
     schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
     warmup_iters: int = 50
-    warmdown_iters: int = 0        # final steps: falling to 0 (trapezoid), at a tenth (step)
+    warmdown_iters: int = 0        # steps at the end: to 0 (trapezoid) or at a tenth (step)
     weight_decay: float = 0.05     # AdamW's, on matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
@@ -179,7 +179,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of progress
-    reuse: bool = False            # take finished runs of these settings, though code has changed
+    reuse: bool = False            # take finished runs of these settings, even of other code
     fresh: bool = False            # restart a stopped or finished run from scratch
     out_dir: str = 'out'           # where runs are written
     # actions
@@ -190,8 +190,8 @@ class Config:
     seeds: str = '0,1,2'           # compare: a run per case and seed
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
-    from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
-    figure: str = ''               # compare: the figure to test, such as mean_loss
+    from_csv: str = ''             # compare: files A,B (runs.csv) to tabulate; trains nothing
+    figure: str = ''               # compare: what to test, e.g. mean_loss; default: the result
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -204,6 +204,9 @@ class Config:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
+        for name in ('seed', 'max_iters', 'eval_rows', 'first_size'):
+            if getattr(self, name) < 0:
+                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be 0 or more')
         gamma = default_gamma(self)
         if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
             fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')

@@ -238,8 +238,8 @@ def test_gpt_vit_formulas():
 def test_learned_gamma():
     """It starts at gamma's default, learns, does not decay, and leaves other weights as they are."""
     for script, make, heads in ((gpt, gpt_model, 'n_head'), (vit, vit_model, 'num_heads')):
-        plain, net = make(attention='attentionx', gamma=2.0), make(
-            attention='attentionx-learned', gamma=2.0)
+        plain, net = make(attention='attentionx', gamma=2), make(
+            attention='attentionx-learned', gamma=2)
         x = gpt_ids(2, 9) if script is gpt else vit_images(2)
         out = net(x)[0] if script is gpt else net(x)
         close(out, plain(x)[0] if script is gpt else plain(x), 1e-12)
@@ -811,6 +811,8 @@ def test_vit_mistakes(tmp_path):
     flags = tiny(vit, tmp_path)
     refuse(vit, ['--patch-size'], *flags, '--patch-size', 3)
     refuse(vit, ['--images'], 'predict', *flags)
+    for name in ('seed', 'max-iters', 'eval-rows', 'first-size'):
+        refuse(vit, [name, '0 or more'], *flags, '--' + name, -4)
     train = tmp_path / 'data/train.npz'
     (tmp_path / 'data/meta.json').write_text('{"classes": ["red", "green"]}')
     refuse(vit, ['label 2', '2 classes'], *flags)
