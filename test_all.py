@@ -621,12 +621,19 @@ def test_vit_dropout():
     assert torch.equal(net(images), net(images))
     net.train()
     assert not torch.equal(net(images), net(images))
+    net = vit_model(dropout=1.0).train()  # of all: tokens, attention and feed-forward network
+    close(net(images), net.head.bias.expand(2, -1), 1e-12)
+    mlp, (x, _, _) = net.blocks[0].mlp, qkv(2, 5, 12)
+    mlp.drop = torch.nn.Tanh()  # twice in a feed-forward network
+    close(mlp(x, (2, 2)), mlp.fc2(F.gelu(mlp.fc1(x)).tanh()).tanh(), 1e-12)
     blocks = vit_model(drop_path=0.9).train().blocks
     rates = [block.drop_path for block in blocks]
     assert rates == [0, 0.9], rates
     kept = blocks[1].stochastic_depth(torch.ones(4000, 2, 3, device=DEVICE))
     assert (kept == kept[:, :1, :1]).all()
     close(kept.mean(), 1, 0.3)
+    blocks[1].drop_path = 1 - 1e-12  # both branches
+    close(blocks[1](x, (2, 2)), x, 0)
 
 def test_vit_optimizers():
     """AdamW decays matrices alone; SET-Adam's constants are the paper's."""
@@ -686,6 +693,11 @@ def test_vit_batches(tmp_path):
     for step, size in ((29, 8), (30, 16), (99, 32)):  # two patches more after five epochs
         images = get(step, image_size=32, first_size=8)[0]
         assert images.shape == (4, 3, size, size), (step, images.shape)
+    (tmp_path / 'data/test.npz').unlink()  # then part of the training images are to test
+    data = vit.load_data(c)
+    parts = [[x.tobytes() for x in part[0]] for part in (data.train, data.val, data.test)]
+    assert [len(set(part)) for part in parts] == [36, 12, 12], [len(part) for part in parts]
+    assert len(set(sum(parts, []))) == 60, 'a test image is in training'
 
 def test_vit_evaluation(tmp_path):
     """Loss and accuracy by hand."""
@@ -706,8 +718,15 @@ def test_vit_evaluation(tmp_path):
     assert figures['1.cos_mh'] == layers[1]['cos_mh'], figures
     assert (figures['val_loss'], figures['val_acc']) == vit.loss_and_accuracy(
         net, *[part[:12] for part in data.val], c, DEVICE)
-    black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, vit.Config(data='data/cifar10'))
-    close(black.flatten(), [-2.4291, -2.4183, -2.2214], 1e-3)
+    for name, want in (('cifar10', [-2.4291, -2.4183, -2.2214]),
+                       ('data/cifar100', [-1.8957, -1.8974, -1.5965])):
+        c = vit.Config(data=name)
+        black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, c)
+        close(black.flatten(), want, 1e-3)
+        stripes = np.zeros((1, 3, 16, 16), np.uint8)
+        stripes[..., ::2] = 255
+        close(vit.visible(vit.normalise(stripes, 16, c), c), stripes / 255, 1e-6)
+        close(vit.visible(vit.normalise(stripes, 4, c), c), 0.5, 0.1)  # finer than can be seen
 
 def test_vit_best_weights(tmp_path):
     """best.pt is the best step's; the test set is for the end, for the last weights and these."""
@@ -745,7 +764,7 @@ def test_vit_photos(tmp_path):
     noise.save(tmp_path / 'noise.png')
     for size, chance, box in (  # left, top, right, bottom
             (80, None, (25, 5, 95, 75)),  # to judge: 7/8 of the square
-            (8, (0, 1, 1, 1), (88, 56, 120, 80))):  # to train: 8 % of the area, 4:3
+            (8, (0, 1, 1, 0), (88, 0, 120, 24))):  # to train: 8 % of the area, 4:3
         want = noise.resize((size, size), Image.BICUBIC, box)
         got = vit.read_photo(tmp_path / 'noise.png', size, chance)
         assert (got == np.asarray(want)).all(), box
