@@ -613,8 +613,8 @@ def load_data(c):
     elif data_folder(c).is_dir():
         train, test, classes = load_folder(data_folder(c))
     else:
-        fail(f'--data {c.data}: no such folder, and no data/{c.data}, which `python prepare_data.py '
-             f'{c.data}` makes (without a name: a list); photos of your own: FOLDER/CLASS/*.jpg')
+        fail(f'--data {c.data}: no such folder, nor data/{c.data}. `python prepare_data.py '
+             f'{c.data}` makes that (without a name: a list); photos: FOLDER/CLASS/*.jpg')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
@@ -754,8 +754,8 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized; what
-    it lacks, W^s for one, and an output layer for other classes start anew."""
+    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized;
+    what it lacks, W^s for one, and an output layer for other classes start anew."""
     saved = load_checkpoint(path, own=False)
     weights = dict(saved.get('model', saved))
     if 'pos_embed' in weights:

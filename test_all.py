@@ -564,11 +564,11 @@ def test_vit_sizes_and_recipes():
             found = vit.count(vit.ViT(vit.Config(**settings)))
         assert found == size, (settings, found)
     has(vit.Config(**vit.PRESETS['cifar-paper']), model='vit-small', zero_diag=True,
-        randaugment='paper', batch_size=512, grad_accum_steps=1, optimizer='set-adam', learning_rate=1e-4,
-        warmup_iters=0, grad_clip=0, max_iters=math.ceil(400 * 45_000 / 512))
+        randaugment='paper', batch_size=512, grad_accum_steps=1, optimizer='set-adam',
+        learning_rate=1e-4, warmup_iters=0, grad_clip=0, max_iters=math.ceil(400 * 45_000 / 512))
     has(vit.Config(**vit.PRESETS['imagenet-paper']), model='deit-small-local', zero_diag=False,
-        first_size=32, batch_size=64, grad_accum_steps=1, optimizer='adamw', learning_rate=1.25e-4, min_lr=0.08,
-        mix=True, drop_path=0.1, max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
+        first_size=32, batch_size=64, grad_accum_steps=1, optimizer='adamw',
+        learning_rate=1.25e-4, min_lr=0.08, mix=True, drop_path=0.1, max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
     rows = [row['attention'] for row in vit.TABLES['3'].values()]
     assert rows == ['softmax', 'belief', 'belief-star']
     assert vit.TABLES['1']['attentionx'] == dict(attention='attentionx', gamma=1.0)
@@ -605,7 +605,8 @@ def test_vit_init_file(tmp_path):
     big = vit_model('cpu', model='deit-small', num_classes=9, image_size=16,
                     dtype=torch.float32).state_dict()
     torch.save({'model': big}, tmp_path / 'big')
-    flags = tiny(vit, tmp_path, '--model', 'deit-small', '--max-iters', 0, '--attention', 'belief-star')
+    flags = tiny(vit, tmp_path, '--model', 'deit-small', '--attention', 'belief-star')
+    flags += ['--max-iters', '0']
     done(vit, *flags, '--init', tmp_path / 'big')
     state = checkpoint(tmp_path)['model']
     big['pos_embed'] = vit.resize_positions(big['pos_embed'], (2, 2))
