@@ -705,7 +705,8 @@ def test_vit_evaluation(tmp_path):
     c = vit.Config(**SMALL_VIT, data=vit_data(tmp_path / 'data'), batch_size=7, eval_rows=12,
                    val_fraction=0.3)
     data = vit.load_data(c)
-    assert vit.linear_accuracy(data, c) > 0.9  # colours are easy
+    linear = vit.linear_accuracy(data, c)
+    assert linear > 0.9, linear  # colours are easy
     images, labels = [torch.from_numpy(part[:12]) for part in data.val]
     mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
     logits = (images.float().mean((2, 3)) / 255 - mean) / std
@@ -725,9 +726,10 @@ def test_vit_evaluation(tmp_path):
         black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, c)
         close(black.flatten(), want, 1e-3)
         stripes = np.zeros((1, 3, 16, 16), np.uint8)
-        stripes[..., ::2] = 255
+        stripes[..., ::4] = 255
         close(vit.visible(vit.normalise(stripes, 16, c), c), stripes / 255, 1e-6)
-        close(vit.visible(vit.normalise(stripes, 4, c), c), 0.5, 0.1)  # finer than can be seen
+        blurred = vit.visible(vit.normalise(stripes, 4, c), c)  # not every fourth column
+        close(blurred, torch.full((1, 3, 4, 4), 0.25), 0.1)
 
 def test_vit_best_weights(tmp_path):
     """best.pt is the best step's; the test set is for the end, for the last weights and these."""
