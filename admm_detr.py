@@ -17,10 +17,11 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     [OA Sec. 4.1]  the same without W_q, W_k, W_v: no-weights              ATTENTION, PROJECTED
     [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + rho ||x||^2      l2, regression
     [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                    lasso, admm
-    [OA Eq. 3]     the same by an N x N inverse: admm-vanilla              lasso, ATTENTION
+    [OA Eq. 3]     the same by an N x N inverse: admm-vanilla              lasso, vanilla_inverse
     [OA Eq. 4]     the inverse in d x d, corrected                         regression, lasso
     ... as they are printed: admm-vanilla-printed, admm-printed            printed
-    [OA Sec. 3]    x^5 / sum |x^5|; random tokens; clamp; x_ii = 0         sharpen, dictionary
+    [OA Sec. 3]    x^5 / sum |x^5|; random tokens; x_ii = 0                sharpen, dictionary,
+                                                                           without_own
 
     python admm_detr.py                                # train: six minutes on a CPU, no network
     python admm_detr.py --cross-attention softmax      # the baseline
@@ -29,7 +30,6 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     python admm_detr.py compare --table cross          # what can replace softmax there
     python admm_detr.py compare --table 1 --seeds 0,1  # the paper's tables: 1 and 2
     python admm_detr.py bench                          # what the variants cost
-    python admm_detr.py layer --table cross            # one layer alone, at DETR's 850 tokens
     python admm_detr.py --preset finetune              # detr-r50 with its attention replaced
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
 
@@ -38,9 +38,9 @@ The first ends at AP 0.720, AP50 0.948 on 200 drawings (on another CPU 0.674, 0.
 The default solves (2) made easier: [choice] ridge term, x >= 0, centred tokens. OA's hardly learns.
 
 What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
-those without (its values), since using the same for both nearly gives back the query
-(--solve-over value); no output projection (--out-proj), no dropout of x; heads without weights
-are slices of the channels. Model and state-dict keys are facebookresearch/detr's.
+those without (its values): the same tokens for both (--solve-over value) nearly give back the query.
+No output projection (--out-proj), no dropout of x; heads without weights are slices of the
+channels. Model and state-dict keys are facebookresearch/detr's.
 
 Below the banner `tools` a reader may stop: from there on the four scripts are the same.
 """
@@ -100,8 +100,8 @@ def scales(q, k, own=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
     products = without_own(q @ k.mT, own)  # (B, nh, Q, N)
     products = F.relu(products) if positive else products.abs()
     largest = products.amax(-1, keepdim=True)
-    mean = k.square().sum((-2, -1), keepdim=True) / k.size(-1)
-    return 2 * sparsity * largest, (rho * mean).clamp_min(1e-8), ridge * mean
+    mean_eigenvalue = k.square().sum((-2, -1), keepdim=True) / k.size(-1)  # trace / hs
+    return 2 * sparsity * largest, (rho * mean_eigenvalue).clamp_min(1e-8), ridge * mean_eigenvalue
 
 def soft(v, t):
     """tau_t, the proximal operator of t |.|: moves v towards zero by t, and no further."""
@@ -138,17 +138,14 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     t = penalty / (2 * rho)  # (B, nh, Q, 1)
     if vanilla:
         inverse, products = vanilla_inverse(k, rho), q @ k.mT
+        regress = lambda w: (products + rho * w) @ inverse
     else:
         P = regression(k, rho)
+        regress = lambda w: w + (q - w @ k) @ P  # the same: ridge regression of w's residual
     z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
     for _ in range(iterations):
-        w = z - u
-        # (3a): argmin ||q - x^T K||^2 + rho ||x - w||^2
-        if vanilla:
-            x = (products + rho * w) @ inverse
-        else:
-            x = w + (q - w @ k) @ P  # the same: ridge regression of w's residual
-        v = torch.add(v, x - z, alpha=relax)  # x + u if relax is 1
+        x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
+        v = torch.add(v, x - z, alpha=relax)  # v + relax * (x - z): x + u if relax is 1
         # (3b): argmin lambda ||z||_1 + e ||z||^2 + rho ||z - v||^2
         z = F.relu(v - t) if positive else soft(v, t)
         z = without_own(z / (1 + e / rho), own)
@@ -195,17 +192,15 @@ def sharpen(x, power=5):
     # scaled first, so that x^5 neither underflows nor blows the gradient up
     largest = x.detach().abs().amax(-1, keepdim=True)
     y = (x / largest.clamp_min(1e-6)) ** power
-    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # not 1, the sum of one entry alone
+    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # 1 or more, but in rows that fade
 
-def dictionary(k, padding=None, centre=False, random_tokens=0):
+def dictionary(k, padding, centre=False, random_tokens=0):
     """The tokens to solve over: padding zeroed, so it gets no weight; minus their mean if `centre`;
     then random tokens from N(0, 1), the same every time.  [OA Sec. 3]
 
     [deviation] OA mixes in the random tokens' values; here what they take is lost, because what is
     mixed is DETR's values, and random tokens are keys alone.
     """
-    if padding is None:
-        padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
     hidden = padding[:, None, :, None]  # (B, 1, N, 1)
     k = k.masked_fill(hidden, 0)
     if centre:
@@ -219,9 +214,7 @@ def dictionary(k, padding=None, centre=False, random_tokens=0):
 def softmax(q, k, padding, own, c):
     """softmax(QK^T / sqrt(hs)), standard attention.  [OA Sec. 2]"""
     scores = q @ k.mT / math.sqrt(q.size(-1))
-    if padding is not None:
-        scores = scores.masked_fill(padding[:, None, None], -math.inf)
-    return scores.softmax(-1)
+    return scores.masked_fill(padding[:, None, None], -math.inf).softmax(-1)
 
 def l2(q, k, padding, own, c):
     """argmin ||q - x^T K||^2 + rho ||x||^2, sharpened; in cross-attention only.  [OA Eq. 1]"""
@@ -233,17 +226,18 @@ def l2(q, k, padding, own, c):
 def admm(q, k, padding, own, c, vanilla=False):
     """argmin ||q - x^T K||^2 + lambda ||x||_1, sharpened.  [OA Eq. 2]"""
     tokens = dictionary(k, padding, c.centre, c.random_tokens)
-    x = lasso(q, tokens, own, c.sparsity, c.rho, c.iterations, c.relax, c.ridge, c.positive,
-              vanilla)
+    x = lasso(q, tokens, own, c.sparsity, c.rho, c.iterations,
+              ridge=c.ridge, positive=c.positive, vanilla=vanilla)
     return sharpen(x, c.power)[..., :k.size(2)]
 
 def admm_printed(q, k, padding, own, c, vanilla=False):
     """The paper's formulas as they stand, which pay no heed to padding.  [OA Eq. 4]"""
-    tokens = dictionary(k, random_tokens=c.random_tokens or 32)  # [choice] 32
+    no_padding = torch.zeros_like(padding)
+    tokens = dictionary(k, no_padding, random_tokens=c.random_tokens or 32)  # [choice] 32
     x = printed(q, tokens, own, c.sparsity, c.rho, c.iterations, vanilla)
     return sharpen(x, c.power)[..., :k.size(2)]
 
-ATTENTION = {  # (q, k, padding (B, N) or None, own, config) -> coefficients x (B, nh, Q, N)
+ATTENTION = {  # (q, k, padding (B, N), own, config) -> coefficients x (B, nh, Q, N)
     'softmax': softmax,     # for these two MultiheadAttention.forward uses the fused kernel
     'no-weights': softmax,  # no W_q, W_k, W_v, as in all that follow  [OA Sec. 4.1]
     'l2': l2,
@@ -266,7 +260,6 @@ class Config:
     iterations: int = 4            # of ADMM; without a ridge 15 or more, at --rho 0.1
     sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
     rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
-    relax: float = 1.6             # over-relaxation, below 2; 1 for none
     power: int = 3                 # raise coefficients to it, normalise; 0: do neither; OA has 5
     random_tokens: int = 0         # [OA Sec. 3]; for -printed, 0 means 32
     # [choice] not OA's, which hardly learns in cross-attention (see assets/results.md):
@@ -321,14 +314,14 @@ class Config:
     run: str = ''                  # detect, inspect: a run's folder; default: train's last run
     images: list = ()              # detect, inspect: photos; may be repeated
     threshold: float = 0.5         # detect: lowest score to show
-    over: list = ()                # compare, bench, layer: FIELD=A,B; may be repeated
-    table: str = ''                # compare, bench, layer: a name in TABLES; default: the first
+    over: list = ()                # compare, bench: FIELD=A,B; may be repeated
+    table: str = ''                # compare, bench: a name in TABLES; default: the first
     seeds: str = '0,1,2'           # compare: a run per case and seed
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
     from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
     figure: str = ''               # compare: the figure to test, e.g. mean_loss; default: the result
-    rounds: int = 20               # bench, layer
+    rounds: int = 20               # bench: steps to time
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
@@ -340,8 +333,10 @@ class Config:
                 fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
         if self.hidden_dim % self.nheads or self.hidden_dim % 4:
             fail(f'--hidden-dim {self.hidden_dim}: needs a multiple of 4 and of --nheads')
-        if not (0 < self.sparsity <= 1 and self.rho > 0 and self.ridge >= 0 and 0 < self.relax < 2):
-            fail('wanted: 0 < --sparsity <= 1, --rho > 0, --ridge >= 0, 0 < --relax < 2')
+        if self.self_attention == 'l2':
+            fail('--self-attention l2 would give back the query: choose another')
+        if not (0 < self.sparsity <= 1 and self.rho >= 1e-5 and self.ridge >= 0):
+            fail('wanted: 0 < --sparsity <= 1, --rho >= 1e-5 (for float32), --ridge >= 0')
         if 'printed' in self.variant and self.iterations > 20:
             fail('--iterations: printed formulas double their state in each; 20 at most')
         if self.batch_size % WORLD:
@@ -359,12 +354,12 @@ OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=
 PRESETS = {
     'tiny': {},
     't4': dict(max_iters=6000, eval_interval=500, threads=0),
-    # (a T4's 15 GiB hold it as it is, at 1 GiB an image)
+    # 1 GiB of memory an image
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each and "original" rates; since it states no epochs, DETR's own
-    # 300, of 3696 steps, the last 100 epochs at a tenth of the rate (a T4's memory: --batch-size 2
-    # --grad-accum-steps 16, since an image takes 3 GiB, and 5 where wide and tall ones meet)
+    # 300, of 3696 steps, the last 100 at a tenth of the rate. An image takes 3 GiB, or 5 where wide
+    # and tall ones meet: on a T4 add --batch-size 2 --grad-accum-steps 16
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pth', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
@@ -403,8 +398,7 @@ POSITIVE = ('iterations', 'hidden_dim', 'nheads', 'enc_layers', 'dec_layers', 'd
             'num_queries', 'image_size', 'batch_size', 'grad_accum_steps', 'eval_interval',
             'log_interval', 'rounds')
 CHOICES = {
-    'self_attention': [name for name in ATTENTION if name != 'l2'],  # l2 would give back the query
-    'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
+    'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
     'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'), 'stride': (4, 8, 16, 32),
     'schedule': ('cosine', 'trapezoid', 'step', 'constant'), 'table': ('', *TABLES),
     'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
@@ -510,6 +504,8 @@ class MultiheadAttention(nn.Module):
         """Coefficients (B, nh, Q, N) of the tokens, and what they mix to, (B, nh, Q, hs)."""
         attention = ATTENTION[self.kind]
         over_values = self.config.solve_over == 'value' and attention is not softmax
+        if padding is None:
+            padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
         with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
             q, k, v = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
             x = attention(q, v if over_values else k, padding, self.own, self.config)
@@ -625,20 +621,18 @@ class DETR(nn.Module):
 def init_weights(model, seed):
     """Fill parameters as DETR does, each from a generator of its own name: what two variants share
     starts out equal. Norms, and parameters you may add, keep the values they were made with."""
-    def fill(p, name, bound=None):
-        """Uniform up to `bound`, or else normal."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
-        if bound:
-            p.uniform_(-bound, bound, generator=generator)
-        else:
-            p.normal_(generator=generator)
+    def generator(name):
+        return torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
+
+    def uniform(p, name, bound):
+        p.uniform_(-bound, bound, generator=generator(name))
 
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
-            fill(module.weight, f'{name}.weight')
+            module.weight.normal_(generator=generator(f'{name}.weight'))
         if isinstance(module, MultiheadAttention) and module.projected:
             matrix = module.in_proj_weight
-            fill(matrix, f'{name}.in_proj_weight', math.sqrt(6 / sum(matrix.shape)))  # Xavier's
+            uniform(matrix, f'{name}.in_proj_weight', math.sqrt(6 / sum(matrix.shape)))  # Xavier's
             module.in_proj_bias.zero_()
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             fan_out, fan_in = len(module.weight), module.weight[0].numel()
@@ -646,10 +640,10 @@ def init_weights(model, seed):
             if name.endswith('out_proj'):
                 module.bias.zero_()
             elif module.bias is not None:
-                fill(module.bias, f'{name}.bias', bound)
+                uniform(module.bias, f'{name}.bias', bound)
             if name.startswith('transformer'):
-                bound = math.sqrt(6 / (fan_in + fan_out))
-            fill(module.weight, f'{name}.weight', bound)
+                bound = math.sqrt(6 / (fan_in + fan_out))  # Xavier's
+            uniform(module.weight, f'{name}.weight', bound)
 
 # ------------------------------------ data ------------------------------------
 # A data set has len, classes, plan(row, rng) and render(plans). A plan says what an image shows
@@ -761,10 +755,13 @@ class CocoFolder:
             self.images = sorted(data['images'], key=lambda x: x['id'])
             for note in data['annotations']:
                 self.annotations[note['image_id']].append(note)
+            # labels are category ids, as in DETR, so some labels belong to no class
+            self.classes = [names.get(i, '') for i in range(max(names) + 1)]
+            unknown = {note['category_id'] for note in data['annotations']} - {*names}
         except (OSError, KeyError, TypeError, ValueError) as error:
             fail(f"{path} is no file of annotations in COCO's form: {error!r:.200}")
-        # labels are category ids, as in DETR, so some labels belong to no class
-        self.classes = [names.get(i, '') for i in range(max(names) + 1)]
+        if unknown:
+            fail(f'{path}: annotations of category_id {min(unknown)}, which is no category there')
 
     def __len__(self):
         return len(self.images)
@@ -782,12 +779,13 @@ class CocoFolder:
         notes = self.annotations[image['id']]
         objects = [note for note in notes if not note.get('iscrowd')]
         labels = np.array([note['category_id'] for note in objects], dtype=np.int64)
-        boxes = np.array([note['bbox'] for note in objects], dtype=float).reshape(-1, 2, 2)
-        first, last = (np.stack([boxes[:, 0], boxes.sum(1)]) / (w, h)).clip(0, 1)  # (n, x y) each
-        boxes = np.concatenate([(first + last) / 2, last - first], axis=1)
+        boxes = np.array([note['bbox'] for note in objects], dtype=float).reshape(-1, 4)
+        low = (boxes[:, :2] / (w, h)).clip(0, 1)  # left, top
+        high = ((boxes[:, :2] + boxes[:, 2:]) / (w, h)).clip(0, 1)  # right, bottom
+        boxes = np.concatenate([(low + high) / 2, high - low], axis=1)
         if flip:
             boxes[:, 0] = 1 - boxes[:, 0]
-        kept = (last > first).all(1)
+        kept = (high > low).all(1)
         return SimpleNamespace(
             image_id=image['id'], original=(h, w), notes=notes, flip=flip,
             path=self.photos / image['file_name'],
@@ -827,6 +825,8 @@ def load_data(c):
              'python prepare_data.py coco makes data/coco, --parts 2 with train2017')
     train = CocoFolder(folder, names[0], c.image_size)
     val = CocoFolder(folder, names[-1], c.image_size)
+    if train.classes != val.classes:
+        fail(f'--data {c.data}: the two files of annotations differ in their categories')
     if len(names) == 1:
         val.images = train.images[::10]
         del train.images[::10]
@@ -898,14 +898,15 @@ def match_batch(logits, boxes, targets, c):
     distance = (boxes - true_boxes).abs().sum(-1)  # (L, B, Q, T)
     giou = generalised_iou(corners(boxes), corners(true_boxes))
     cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - logits.softmax(-1)[..., labels]
-    cost = cost.nan_to_num().cpu()  # what is not finite shows in the loss
+    cost = cost.nan_to_num().cpu().numpy()  # what is not finite shows in the loss
     pairs = []
     first = 0  # object of the image
-    for image, costs in enumerate(cost.split([len(labels) for labels, _ in targets], -1)):
+    for image, (labels, _) in enumerate(targets):
+        last = first + len(labels)
         for layer in range(len(cost)):
-            queries, objects = match(costs[layer, image].numpy())
+            queries, objects = match(cost[layer, image, :, first:last])
             pairs += [(layer, image, q, first + n) for q, n in zip(queries, objects)]
-        first += costs.size(-1)
+        first = last
     return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
 def divisors(counts, c):
@@ -1020,11 +1021,13 @@ def right_or_wrong(found, counts, crowds, threshold, low, high):
     taken, verdicts = set(), []
     for rank, area, ious in found:
         fits = [i for i, iou in ious.items() if iou >= threshold and i not in taken]
+        it_counts = low <= area <= high
         if fits:  # annotations that count come first, then the highest IoU, then the last one
             best = max(fits, key=lambda i: (counts[i], ious[i], i))
+            it_counts = counts[best]
             if not crowds[best]:  # a crowd is there for many
                 taken.add(best)
-        if counts[best] if fits else low <= area <= high:
+        if it_counts:
             verdicts.append((rank, bool(fits)))
     return np.array(verdicts, dtype=int).reshape(-1, 2).T
 
@@ -1055,13 +1058,14 @@ def load_weights(model, path):
     state = state.get('model', state)
     if 'layer4.0.conv1.weight' in state:
         state = {'backbone.0.body.' + key: p for key, p in state.items()}
-    own = model.state_dict()
-    fits = {key: p for key, p in state.items() if key in own and own[key].shape == p.shape}
+    shapes = {key: p.shape for key, p in model.state_dict().items()}
+    fits = {key: p for key, p in state.items() if key in shapes and shapes[key] == p.shape}
     if not fits:
         fail(f'--init {path}: not one tensor has the name and shape of one of the model')
-    missing, _ = model.load_state_dict(fits, strict=False)
-    fresh = sorted({key.split('.layers')[0] for key in missing})
-    print(f'init    {path}: {len(fits)} tensors of {len(own)}; fresh: {", ".join(fresh) or "none"}')
+    model.load_state_dict(fits, strict=False)
+    fresh = sorted({key.split('.layers')[0] for key in shapes if key not in fits})
+    print(f'init    {path}: {len(fits)} tensors of {len(shapes)}; '
+          f'fresh: {", ".join(fresh) or "none"}')
 
 def make_optimizer(model, c):
     """AdamW on everything, as DETR has it; the backbone has a rate of its own."""
@@ -1350,7 +1354,7 @@ def inspect_run(c):
         val = load_data(c).val
         images = val.render([val.plan(row) for row in range(min(8, len(val)))])
     batch, mask = collate(images, pick_device(c)[0])
-    calls = []  # of the decoder's attention: module and arguments
+    calls = []  # of the decoder's attention: module, (q, k, v, padding)
     for module in model.transformer.decoder.modules():
         if isinstance(module, MultiheadAttention):
             module.register_forward_pre_hook(lambda *call: calls.append(call))
@@ -1361,50 +1365,32 @@ def inspect_run(c):
     rows = []
     for i, (module, (q, k, v, padding)) in enumerate(calls):
         q, k, v = module.heads(q, k, v)
-        x, _ = module.coefficients(q, k, v, padding)  # (B, nh, Q, N)
-        nonzero = (x.abs() > 1e-3 * x.abs().amax(-1, keepdim=True)).sum(-1).float()
+        x = module.coefficients(q, k, v, padding)[0].abs()  # (B, nh, Q, N)
+        nonzero = (x > 1e-3 * x.amax(-1, keepdim=True)).sum(-1).float()
         energy = torch.linalg.eigvalsh(k.mT @ k)  # (B, nh, hs), rising
         top = energy[..., -1] / energy.sum(-1)
         rows.append(dict(layer=f'{i // 2} {"self" if module.own else "cross"}',
                          attention=module.kind, nonzero=nonzero.mean().item(),
                          top=top.mean().item()))
         print('{layer:10}{attention:22}{nonzero:10.1f}{top:10.3f}'.format(**rows[-1]))
-    out = Path(c.out_dir, SCRIPT)
-    folder = Path(c.run or out / (out / 'last').read_text())
+    folder = Path(c.run or Path(c.out_dir, SCRIPT, Path(c.out_dir, SCRIPT, 'last').read_text()))
     write_csv(folder / 'inspect.csv', rows)
-    grid = model.encode(batch, mask)[3]
-    panels = []  # x is now that of the last layer's cross-attention
     found = post_process(outputs, [image.shape[1:] for image in images])
-    for image, boxes, weights in zip(batch[:4], found, x.abs()):  # weights (nh, Q, N)
+    draw_attention(folder / 'attention.png', batch[:4], x, model.encode(batch, mask)[3], found, c)
+    return rows
+
+def draw_attention(path, batch, x, grid, found, c):
+    """A panel for each image and head: the image, bright where the query of its surest box looks.
+    x (B, nh, Q, h w) are the last cross-attention's coefficients, grid is (h, w)."""
+    panels = []
+    for image, boxes, weights in zip(batch, found, x):
         best = max(range(len(boxes)), key=lambda query: boxes[query][0])
         for head, weight in enumerate(weights[:, best]):
             light = F.interpolate(weight.view(1, 1, *grid), batch.shape[2:])[0, 0]
             light = 0.25 + 0.75 * light / light.max().clamp_min(1e-12)
-            panels.append((f'layer {rows[-1]["layer"]}, head {head}',
-                           pixels_of(image) * light.cpu().numpy()[..., None], [boxes[best]]))
-    draw_images(folder / 'attention.png', panels, c, 'where the query of the surest box looks')
-    return rows
-
-def bench_layer(c):
-    """Cost of one layer of cross-attention, as large as DETR-R50's: 100 queries and 850 tokens of
-    256 channels, 8 heads. OA wants fewer weights to move, and pays with computation."""
-    device, _ = pick_device(c)
-    x, tokens = [torch.randn(1, n, 256, device=device, requires_grad=True) for n in (100, 850)]
-    for name, case in cases_of(replace(c, hidden_dim=256, nheads=8)).items():
-        layer = MultiheadAttention(case, case.cross_attention).to(device)
-        init_weights(layer, c.seed)
-        kept, times = [], []  # tensors that autograd keeps
-        with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
-            layer(x, tokens, tokens)
-        storages = [y.untyped_storage() for y in kept]  # views share one
-        sizes = {storage._cdata: storage.nbytes() for storage in storages}
-        for _ in range(c.rounds + 2):  # two to warm up
-            clock = time.perf_counter()
-            with torch.no_grad():
-                layer(x, tokens, tokens).sum().item()  # waits for a GPU
-            times.append(time.perf_counter() - clock)
-        print(f'{name:24}{1000 * np.median(times[2:]):9.2f} ms forward, {count(layer):8,} weights, '
-              f'{sum(sizes.values()) / 2 ** 20:8.2f} MiB kept for the backward pass')
+            panels.append((f'head {head}', pixels_of(image) * light.cpu().numpy()[..., None],
+                           [boxes[best]]))
+    draw_images(path, panels, c, 'last layer: where the query of the surest box looks')
 
 # ------------------------------------ tools ------------------------------------
 # --- tools (identical in all four scripts; test_all.py checks)
@@ -1890,8 +1876,8 @@ def main(argv=None):
     fail(message)  # out here, where a notebook's memory of the error keeps no tensors alive
 # --- end of tools
 
-ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench, 'layer': bench_layer,
-           'inspect': inspect_run, 'detect': detect}
+ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench, 'inspect': inspect_run,
+           'detect': detect}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
     sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character
