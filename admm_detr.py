@@ -842,22 +842,22 @@ def assign(cost):
     if n > m:
         columns, rows = assign(cost.T)
         return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
-    tiny = 1e-13 * np.abs(cost).max(initial=0)
-    owner = np.full(m, -1)
+    rounding = 1e-13 * np.abs(cost).max(initial=0)
+    owner = np.full(m, -1)  # the row that has a column
     for row in range(n):
-        length = cost[row].astype(float)  # of chains that end in each column
-        before = np.full(m, -1)
+        price = cost[row].astype(float)  # of the cheapest chain yet that ends in each column
+        before = np.full(m, -1)  # the column ahead of it in that chain
         changed = True
         while changed:
             changed = False
             for j in np.flatnonzero(owner >= 0):  # its owner may change to another column
-                through = length[j] - cost[owner[j], j] + cost[owner[j]]
-                closer = through < length - tiny
-                length[closer] = through[closer]
-                before[closer] = j
-                changed = changed or closer.any()
-        j = np.where(owner < 0, length, np.inf).argmin()
-        while before[j] >= 0:
+                through = price[j] - cost[owner[j], j] + cost[owner[j]]
+                cheaper = through < price - rounding
+                price[cheaper] = through[cheaper]
+                before[cheaper] = j
+                changed = changed or cheaper.any()
+        j = np.where(owner < 0, price, np.inf).argmin()
+        while before[j] >= 0:  # everyone in the chain moves
             owner[j] = owner[before[j]]
             j = before[j]
         owner[j] = row
@@ -926,13 +926,13 @@ def set_loss(outputs, targets, c, weight_sum, num_boxes):
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
     labels, true_boxes = (torch.cat(parts) for parts in zip(*targets))  # (T,), (T, 4)
-    layer, image, query, n = match_batch(logits, boxes, targets, c)
+    layer, image, query, target = match_batch(logits, boxes, targets, c)
     no_object = logits.size(-1) - 1
     wanted = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
-    wanted[layer, image, query] = labels[n]
+    wanted[layer, image, query] = labels[target]
     weight = torch.where(wanted == no_object, c.eos_coef, 1.0)
     entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
-    matched, true_boxes = boxes[layer, image, query], true_boxes[n]  # (pairs, 4)
+    matched, true_boxes = boxes[layer, image, query], true_boxes[target]  # (pairs, 4)
     loss_ce = (weight * entropy).sum() / weight_sum
     loss_bbox = (matched - true_boxes).abs().sum() / num_boxes
     giou = generalised_iou(corners(matched), corners(true_boxes))
@@ -1121,12 +1121,12 @@ def evaluate(model, data, c, device):
     weight_sum, num_boxes = divisors([len(plan.labels) for plan in plans], c)
     loss, truth, found = 0.0, [], []
     for i in range(0, len(plans), c.batch_size):
-        some = plans[i:i + c.batch_size]
-        images, mask, targets = load_batch(data.val, some, device)
+        batch = plans[i:i + c.batch_size]
+        images, mask, targets = load_batch(data.val, batch, device)
         outputs = model(images, mask)
         loss += set_loss(outputs, targets, c, weight_sum, num_boxes).item()
-        results = post_process(outputs, [plan.original for plan in some])
-        for plan, boxes in zip(some, results):
+        results = post_process(outputs, [plan.original for plan in batch])
+        for plan, boxes in zip(batch, results):
             truth += plan.notes
             for score, label, (x0, y0, x1, y1) in boxes:
                 box = [x0, y0, x1 - x0, y1 - y0]
@@ -1276,7 +1276,9 @@ def draw_images(path, panels, c, title=''):
     picture.suptitle(title)
     for i, (name, pixels, found) in enumerate(panels):
         axis = picture.add_subplot(down, across, i + 1, title=name)
-        axis.imshow(pixels)
+        height, width, _ = pixels.shape
+        axis.imshow(pixels, extent=(0, width, height, 0))
+        axis.autoscale(False)  # boxes may reach beyond the image
         axis.axis('off')
         for score, label, (x0, y0, x1, y1) in sorted(found):  # the surest on top
             colour = f'C{label % 10}'
@@ -1329,18 +1331,19 @@ def detect(c):
     c, model = load_run(c)
     print('classes', ', '.join(name for name in c.classes if name))
     answers = {}
-    for path in c.images:
+    for i, path in enumerate(c.images, 1):
         photo = read_photo(path, upright=True)
         image = model_input(photo, c)
         outputs = model(image[None].to(pick_device(c)[0]))
         found = sorted(post_process(outputs, [photo.size[::-1]])[0], reverse=True)
         found = [one for one in found if one[0] >= c.threshold]
         answers[path] = [(c.classes[label], score, box) for score, label, box in found]
-        print(f'{path}: {len(found)} found; score, class, left, top, right, bottom in pixels')
+        print(f'{path}: {len(found)} above --threshold {c.threshold}; '
+              'score, class, left, top, right, bottom in pixels')
         for name, score, box in answers[path]:
             print(f'  {score:.2f}  {name:20}' + ''.join(f'{v:8.0f}' for v in box))
         panels = [('what the model sees', pixels_of(image), []), ('', np.asarray(photo), found)]
-        draw_images(Path(c.out_dir, SCRIPT, f'{Path(path).stem}-found.png'), panels, c)
+        draw_images(Path(c.out_dir, SCRIPT, f'found-{i}-{Path(path).stem}.png'), panels, c)
     return answers
 
 @torch.no_grad()

@@ -1341,10 +1341,24 @@ def test_detr_photos(tmp_path):
     done(detr, *flags)
     photo = tmp_path / 'val2017' / 'b.png'
     own = ['--images', photo, '--out-dir', tmp_path / 'out', '--device', DEVICE]
-    end = run(detr, 'detect', *own, '--threshold', 0)
+    (tmp_path / 'train2017' / 'copy').mkdir()
+    twin = shutil.copy(photo, tmp_path / 'train2017' / 'copy')
+    end = run(detr, 'detect', *own, '--images', twin, '--threshold', 0)
     assert len(end.result[str(photo)]) == 5, end  # one for each query
     assert 'classes cat, dot' in end.out, end.out
+    pictures = re.findall('picture (.+)', end.out)
+    assert len(set(pictures)) == 2 or not importlib.util.find_spec('matplotlib'), pictures
     assert len(done(detr, 'inspect', *own)) == 4
+
+@wants('matplotlib')
+def test_detr_pictures_stay_in_place(tmp_path):
+    """A box that reaches beyond an image moves nothing, and pixels start at 0."""
+    seen = []
+    with patch('matplotlib.figure.Figure.savefig', lambda picture, path: seen.append(picture)), QUIET:
+        panel = '', np.zeros((30, 40, 3)), [(0.9, 0, [-9, -9, 60, 60])]
+        detr.draw_images(tmp_path / 'a.png', [panel], detr.Config(classes=['dot']))
+    axis, = seen[0].axes
+    assert (*axis.get_xlim(), *axis.get_ylim()) == (0, 40, 30, 0), (axis.get_xlim(), axis.get_ylim())
 
 def test_detr_actions(tmp_path):
     """Train, and look inside; the printed formulas run, too."""
