@@ -38,9 +38,9 @@ The first ends at AP 0.720, AP50 0.948 on 200 drawings (on another CPU 0.674, 0.
 The default solves (2) made easier: [choice] ridge term, x >= 0, centred tokens. OA's hardly learns.
 
 What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
-those without (its values): the same tokens for both (--solve-over value) nearly give back the query.
-No output projection (--out-proj), no dropout of x; heads without weights are slices of the
-channels. Model and state-dict keys are facebookresearch/detr's.
+those without (its values); the same for both (--solve-over value) nearly gives back the query. No
+output projection (--out-proj), no dropout of x; heads without weights are slices of the channels.
+Model and state-dict keys are facebookresearch/detr's.
 
 Below the banner `tools` a reader may stop: from there on the four scripts are the same.
 """
@@ -160,7 +160,7 @@ def printed(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=Fals
     the spectrum is D, and omits the complement of V's range.  [OA Eq. 3] [OA Eq. 4]
 
     Likely misprints: with z - mu for x - z in (3a) and x^(k+1) + mu for x^(k) - mu in (3b), (3) is
-    exactly ADMM, but for the Lasso with 2 lambda, since (2) asks for the threshold lambda / (2 rho).
+    exactly ADMM, but for the Lasso with 2 lambda: (2) asks for the threshold lambda / (2 rho).
     So (3) corrected, with sparsity s, is lasso(sparsity=2 * s, relax=1, vanilla=True).
     """
     penalty, rho, _ = scales(q, k, own, sparsity, rho)
@@ -320,7 +320,7 @@ class Config:
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
     from_csv: str = ''             # compare: tabulate these runs.csv, A,B, instead of training
-    figure: str = ''               # compare: the figure to test, e.g. mean_loss; default: the result
+    figure: str = ''               # compare: what to test, e.g. mean_loss; default: the result
     rounds: int = 20               # bench: steps to time
 
     def __post_init__(self):
@@ -830,8 +830,13 @@ def load_data(c):
     if len(names) == 1:
         val.images = train.images[::10]
         del train.images[::10]
+    if not len(train):
+        fail(f'--data {c.data}: no images to train on')
     classes = len(train.classes) - train.classes.count('')
-    about = f'{folder}, {len(train):,} images of {classes} classes'
+    most = max(map(len, train.annotations.values()), default=0)
+    about = f'{folder}, {len(train):,} images of {classes} classes, up to {most} objects in one'
+    if most > c.num_queries:
+        about += f', more than --num-queries {c.num_queries} can find'
     return SimpleNamespace(train=train, val=val, about=about)
 
 # --------------------------- matching, losses, average precision ---------------------------
@@ -1020,7 +1025,7 @@ def right_or_wrong(found, counts, crowds, threshold, low, high):
     each is right, that is, has an annotation for itself."""
     taken, verdicts = set(), []
     for rank, area, ious in found:
-        fits = [i for i, iou in ious.items() if iou >= threshold and i not in taken]
+        fits = [i for i, share in ious.items() if share >= threshold and i not in taken]
         it_counts = low <= area <= high
         if fits:  # annotations that count come first, then the highest IoU, then the last one
             best = max(fits, key=lambda i: (counts[i], ious[i], i))
