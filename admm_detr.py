@@ -505,7 +505,7 @@ class MultiheadAttention(nn.Module):
         attention = ATTENTION[self.kind]
         over_values = self.config.solve_over == 'value' and attention is not softmax
         if padding is None:
-            padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
+            padding = k.new_zeros(len(k), k.size(2), dtype=torch.bool)
         with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
             q, k, v = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
             x = attention(q, v if over_values else k, padding, self.own, self.config)
@@ -588,7 +588,7 @@ class DETR(nn.Module):
         """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w)."""
         x = self.input_proj(self.backbone[0]['body'](images))  # (B, C, h, w)
         grid = x.shape[2:]
-        padding = torch.zeros(len(x), *grid, dtype=torch.bool, device=x.device)
+        padding = x.new_zeros(len(x), *grid, dtype=torch.bool)
         if mask is not None:
             padding = F.interpolate(mask[None].float(), grid)[0].bool()  # (B, h, w)
         pos = sine_positions(padding, x.size(1)).to(x.dtype)
@@ -632,18 +632,17 @@ def init_weights(model, seed):
             module.weight.normal_(generator=generator(f'{name}.weight'))
         if isinstance(module, MultiheadAttention) and module.projected:
             matrix = module.in_proj_weight
-            uniform(matrix, f'{name}.in_proj_weight', math.sqrt(6 / sum(matrix.shape)))  # Xavier's
+            uniform(matrix, f'{name}.in_proj_weight', math.sqrt(6 / sum(matrix.shape)))  # xavier
             module.in_proj_bias.zero_()
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             fan_out, fan_in = len(module.weight), module.weight[0].numel()
-            bound = fan_in ** -0.5  # PyTorch's own
+            default, xavier = fan_in ** -0.5, math.sqrt(6 / (fan_in + fan_out))
+            bound = xavier if name.startswith('transformer') else default
+            uniform(module.weight, f'{name}.weight', bound)
             if name.endswith('out_proj'):
                 module.bias.zero_()
             elif module.bias is not None:
-                uniform(module.bias, f'{name}.bias', bound)
-            if name.startswith('transformer'):
-                bound = math.sqrt(6 / (fan_in + fan_out))  # Xavier's
-            uniform(module.weight, f'{name}.weight', bound)
+                uniform(module.bias, f'{name}.bias', default)
 
 # ------------------------------------ data ------------------------------------
 # A data set has len, classes, plan(row, rng) and render(plans). A plan says what an image shows
@@ -1381,7 +1380,8 @@ def inspect_run(c):
                          attention=module.kind, nonzero=nonzero.mean().item(),
                          top=top.mean().item()))
         print('{layer:10}{attention:22}{nonzero:10.1f}{top:10.3f}'.format(**rows[-1]))
-    folder = Path(c.run or Path(c.out_dir, SCRIPT, Path(c.out_dir, SCRIPT, 'last').read_text()))
+    out = Path(c.out_dir, SCRIPT)
+    folder = Path(c.run or out / (out / 'last').read_text())
     write_csv(folder / 'inspect.csv', rows)
     found = post_process(outputs, [image.shape[1:] for image in images])
     draw_attention(folder / 'attention.png', batch[:4], x, model.encode(batch, mask)[3], found, c)

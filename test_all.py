@@ -995,6 +995,7 @@ def test_detr_degenerate_tokens():
         x = detr.ATTENTION[kind](a, b, no_padding(b), False, c)
         x.square().sum().backward()
         assert all(t.isfinite().all() for t in (x, a.grad, b.grad)), (kind, c)
+    close(detr.sharpen(torch.tensor([1e-8, 0.0]), 3), 0, 1e-5)  # it fades
     q, k = [t.requires_grad_() for t in tokens(6, 20, d=64, dtype=torch.float32)]
     x = detr.printed(q, 10 * k)
     gradients = torch.autograd.grad(x.square().sum(), [q, k])
@@ -1064,7 +1065,8 @@ def test_detr_printed_equations():
         x = detr.printed(k, k, True, 0.1, 0.2, 4, vanilla, sigma=0.0)[0, 1, 2]
         close(x, slow_printed(V, r, threshold, vanilla), 1e-9)
         x = detr.printed(k, more, True, 0.1, 0.2, 4, vanilla)[..., :9]
-        close(detr.ATTENTION[name](k, k, no_padding(k), True, c), x, 1e-12)
+        hidden = ~no_padding(k)  # they pay no heed to it
+        close(detr.ATTENTION[name](k, k, hidden, True, c), x, 1e-12)
     penalty, _, _ = detr.scales(k, k, False, 0.1)
     want = slow_printed(V, r, penalty[0, 1, 2].item() / r, True, corrected=True)
     twice = detr.lasso(k, k, False, 2 * 0.1, 0.2, 4, relax=1.0, vanilla=True)[0, 1, 2]
@@ -1223,6 +1225,11 @@ def test_detr_shapes():
             size = (64 * plan.boxes[0, 2:]).prod() * (share or 1)
             assert not share or abs(len(x) / size - 1) < 0.2, (plan, len(x), size)
         close(data.draw(plans[7]), data.draw(data.plan(7)), 0)
+    for plan in plans:
+        for a, b in itertools.combinations(detr.corners(plan.boxes).tolist(), 2):
+            width, height = [min(a[i + 2], b[i + 2]) - max(a[i], b[i]) for i in (0, 1)]
+            least = min((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in (a, b))
+            assert max(0, width) * max(0, height) < 0.16 * least, (a, b)
 
 def test_detr_batches():
     """A function of seed and step; micro-batches average to the whole."""
@@ -1320,7 +1327,8 @@ def test_detr_transforms(tmp_path):
     assert sizes == {(int(s * 640 / 480), s) for s in range(480, 801, 32)}, sizes
     for p in plans:
         close(p.boxes[0], [0.6 if p.flip else 0.4, 0.35, 0.5, 0.5], 1e-6)
-    close(detr.resized(2000, 500, 800, 1333), [1332, 333], 0)
+    data.images[0].update(width=2000, height=500)
+    close(data.plan(0).size, [1332, 333], 0)
 
 def test_detr_collate():
     """Photos of different sizes are padded at right and bottom."""
@@ -1343,6 +1351,11 @@ def test_detr_photos(tmp_path):
     got = train.render([plan])[0].numpy() * detr.STD + detr.MEAN
     want = drawn.transpose(2, 0, 1)[:, :, ::-1]
     close((got * 255).round(), want.astype(np.float32), 0)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright
+    Image.fromarray(drawn).save(tmp_path / 'turned.jpg', exif=exif)
+    sizes = [detr.read_photo(tmp_path / 'turned.jpg', upright).size for upright in (False, True)]
+    assert sizes == [(40, 30), (30, 40)], sizes
     flags = tiny(detr, tmp_path, '--data', tmp_path, '--random-tokens', 4)
     names = {path.name for path in detr.data_files(detr.parse(flags)[1])}
     assert names == {'a.png', 'b.png', 'instances_train2017.json', 'instances_val2017.json'}, names
@@ -1360,13 +1373,21 @@ def test_detr_photos(tmp_path):
 
 @wants('matplotlib')
 def test_detr_pictures_stay_in_place(tmp_path):
-    """A box that reaches beyond an image moves nothing, and pixels start at 0."""
-    seen = []
-    with patch('matplotlib.figure.Figure.savefig', lambda picture, path: seen.append(picture)), QUIET:
-        panel = '', np.zeros((30, 40, 3)), [(0.9, 0, [-9, -9, 60, 60])]
-        detr.draw_images(tmp_path / 'a.png', [panel], detr.Config(classes=['dot']))
-    axis, = seen[0].axes
-    assert (*axis.get_xlim(), *axis.get_ylim()) == (0, 40, 30, 0), (axis.get_xlim(), axis.get_ylim())
+    """A box that reaches beyond an image moves nothing, and pixels start at 0; attention is that of
+    the surest box, bright where it is largest."""
+    seen, c = [], detr.Config(classes=['dot'])
+    found = [[(0.2, 0, [-9, -9, 60, 60]), (0.9, 0, [0, 0, 9, 9])]]
+    x = torch.zeros(1, 1, 2, 6)
+    x[0, 0, 0, 0] = x[0, 0, 1, 3] = 0.1  # grid (2, 3): query 1 looks at the second row's start
+    with patch('matplotlib.figure.Figure.savefig', lambda picture, _: seen.append(picture)), QUIET:
+        detr.draw_images(tmp_path / 'a.png', [('', np.zeros((30, 40, 3)), found[0])], c)
+        detr.draw_attention(tmp_path / 'b.png', torch.ones(1, 3, 20, 30), x, (2, 3), found, c)
+    boxes, attention = [picture.axes[0] for picture in seen]
+    limits = *boxes.get_xlim(), *boxes.get_ylim()
+    assert limits == (0, 40, 30, 0), limits
+    assert [text.get_text() for text in attention.texts] == ['dot 0.90'], attention.texts
+    light = attention.images[0].get_array()
+    close(light[[0, 19], [0, 0]] / light[15, 29], [[1, 1, 1], [4, 4, 4]], 1e-5)
 
 def test_detr_actions(tmp_path):
     """Train, and look inside; the printed formulas run, too."""
