@@ -1028,9 +1028,9 @@ def test_detr_ridge_regression():
     """Ridge regression solved as it is defined."""
     q, k = tokens(5, 9, d=6)
     S = k @ k.mT  # its trace is that of K^T K
-    rho = 0.1 * S.diagonal(dim1=2, dim2=3).sum(-1)[..., None, None] / 6
+    rho = 0.3 * S.diagonal(dim1=2, dim2=3).sum(-1)[..., None, None] / 6
     want = torch.linalg.solve(S + rho * torch.eye(9, device=DEVICE), k @ q.mT).mT
-    close(detr.l2(q, k, no_padding(k), False, detr_config(power=0)), want, 1e-10)
+    close(detr.l2(q, k, no_padding(k), False, detr_config(power=0, rho=0.3)), want, 1e-10)
 
 def slow_printed(V, rho, threshold, vanilla, corrected=False):
     """Equations (3) and (4) to the letter, or (3) without its misprints, four iterations; the query
@@ -1205,6 +1205,10 @@ def test_detr_ap_as_pycocotools():
     got = detr.coco_ap(dict(annotations=truth), found)
     wrong = {name: (x, want[name]) for name, x in got.items() if not abs(x - want[name]) < 1e-6}
     assert got.keys() == want.keys() and not wrong, wrong
+    one = dict(image_id=1, category_id=1, bbox=[0, 0, 10, 10])
+    crowd = dict(one, bbox=[0, 0, 20, 20], iscrowd=1)  # all of the detection is in it, yet:
+    got = detr.coco_ap(dict(annotations=[one, crowd]), [dict(one, bbox=[0, 0, 10, 8], score=1.0)])
+    close(got['AP50'], 1, 1e-9)
 
 def test_detr_shapes():
     """Boxes hug what is drawn, a kind of your own included; the same row is the same drawing."""
