@@ -944,15 +944,16 @@ def set_loss(outputs, targets, c, weight_sum, num_boxes):
     return loss_ce + c.bbox_loss_coef * loss_bbox + c.giou_loss_coef * loss_giou
 
 @torch.no_grad()
-def post_process(outputs, sizes):
+def post_process(outputs, sizes, threshold=0.0):
     """Outputs and the (height, width) of each image -> for each image a list of (score, label,
-    [left, top, right, bottom] in pixels), one from every query, as the class it finds likeliest."""
+    [left, top, right, bottom] in pixels): of every query the likeliest class, from threshold on."""
     scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)
     boxes = corners(outputs['pred_boxes'])  # (B, Q, 4)
     results = []
     for i, (h, w) in enumerate(sizes):
         pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
-        results.append(list(zip(scores[i].tolist(), labels[i].tolist(), pixels.tolist())))
+        found = zip(scores[i].tolist(), labels[i].tolist(), pixels.tolist())
+        results.append([one for one in found if one[0] >= threshold])
     return results
 
 IOUS = np.linspace(0.5, 0.95, 10)  # a box is right if it has this IoU with an object
@@ -1316,16 +1317,16 @@ def report(c, model, log):
     plans = [val.plan(row) for row in range(len(val))[:c.eval_rows or 1000]]
     images = val.render(plans[:4])
     outputs = model.eval()(*collate(images, pick_device(c)[0]))
-    panels = []
-    for image, found in zip(images, post_process(outputs, [image.shape[1:] for image in images])):
-        panels.append(('', pixels_of(image), [one for one in found if one[0] >= c.threshold]))
+    found = post_process(outputs, [image.shape[1:] for image in images], c.threshold)
+    panels = [('', pixels_of(image), boxes) for image, boxes in zip(images, found)]
     draw_images(run_folder(c) / 'detections.png', panels, model.config,
                 f'scores above {c.threshold}; DETR does not suppress duplicates')
     guess = chance(plans)
-    return ('result  AP {AP:.3f}, AP50 {AP50:.3f}; '.format(**log[-1])
+    other = 'admm' if c.cross_attention == 'softmax' else 'softmax'
+    text = ('result  AP {AP:.3f}, AP50 {AP50:.3f}; '.format(**log[-1])
             + "another image's objects get {AP:.3f}, {AP50:.3f}\n".format(**guess)
-            + '        --cross-attention softmax trains the baseline',
-            {"another image's objects": guess['AP']})
+            + f'        to compare with: --cross-attention {other}')
+    return text, {"another image's objects": guess['AP']}
 
 @torch.no_grad()
 def detect(c):
@@ -1339,8 +1340,8 @@ def detect(c):
         photo = read_photo(path, upright=True)
         image = model_input(photo, c)
         outputs = model(image[None].to(pick_device(c)[0]))
-        found = sorted(post_process(outputs, [photo.size[::-1]])[0], reverse=True)
-        found = [one for one in found if one[0] >= c.threshold]
+        found, = post_process(outputs, [photo.size[::-1]], c.threshold)
+        found.sort(reverse=True)
         answers[path] = [(c.classes[label], score, box) for score, label, box in found]
         print(f'{path}: {len(found)} above --threshold {c.threshold}; '
               'score, class, left, top, right, bottom in pixels')
@@ -1392,7 +1393,7 @@ def draw_attention(path, batch, x, grid, found, c):
     x (B, nh, Q, h w) are the last cross-attention's coefficients, grid is (h, w)."""
     panels = []
     for image, boxes, weights in zip(batch, found, x):
-        best = max(range(len(boxes)), key=lambda query: boxes[query][0])
+        best = np.argmax([score for score, _, _ in boxes])
         for head, weight in enumerate(weights[:, best]):
             light = F.interpolate(weight.view(1, 1, *grid), batch.shape[2:])[0, 0]
             light = 0.25 + 0.75 * light / light.max().clamp_min(1e-12)
