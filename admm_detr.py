@@ -35,7 +35,8 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
 
 The first ends at AP 0.720, AP50 0.948 on 200 drawings (on another CPU 0.674, 0.925); the means over
 16 other seeds are 0.651 and 0.900, for the second 0.681 and 0.918 (2000 steps, one CPU thread).
-The default solves (2) made easier: [choice] ridge term, x >= 0, centred tokens. OA's hardly learns.
+The default solves (2) made easier: [choice] a ridge term, x >= 0, centred tokens, x^3 for x^5. As
+OA has it, it hardly learns.
 
 What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
 those without (its values); the same for both (--solve-over value) nearly gives back the query. No
@@ -131,8 +132,9 @@ def lasso(q, k, own=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, rid
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
     -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0, and so does, with `own`, the
-    query's own token: step (3b) under the constraint x_ii = 0 zeroes that entry. `vanilla` takes
-    the N x N inverse: the same x up to rounding.  [OA Eq. 3]
+    query's own token. [deviation] That is zeroed in z, not in x as OA has it, because then it is
+    (3b) under the constraint x_ii = 0, and ADMM still converges. [choice] OA does not over-relax.
+    `vanilla` takes the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho, e = scales(q, k, own, sparsity, rho, ridge, positive)
     t = penalty / (2 * rho)  # (B, nh, Q, 1)
@@ -198,6 +200,7 @@ def dictionary(k, padding, centre=False, random_tokens=0):
     """The tokens to solve over: padding zeroed, so it gets no weight; minus their mean if `centre`;
     then random tokens from N(0, 1), the same every time.  [OA Sec. 3]
 
+    [deviation] OA's attention reaches padding (its Fig. 1); here not, because DETR's does not.
     [deviation] OA mixes in the random tokens' values; here what they take is lost, because what is
     mixed is DETR's values, and random tokens are keys alone.
     """
@@ -1271,7 +1274,7 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, detect, inspect ------------------------------------
 def draw_images(path, panels, c, title=''):
-    """A picture of panels, four in a row: title, pixels (H, W, 3), [(score, label, box) to draw]."""
+    """A picture of panels, four in a row: title, pixels (H, W, 3), [(score, label, box), ...]."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
