@@ -1275,9 +1275,11 @@ def test_detr_post_process():
     logits = torch.tensor([[[0.0, 2.0, 5.0]]], device=DEVICE)
     boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4]]], device=DEVICE)
     outputs = dict(pred_logits=logits, pred_boxes=boxes)
-    (_, label, box), = detr.post_process(outputs, [(100, 200)])[0]
+    (score, label, box), = detr.post_process(outputs, [(100, 200)], threshold=0.04)[0]
     assert label == 1, label
+    close(score, 0.04712, 1e-5)
     close(box, [80, 30, 120, 70], 1e-4)
+    assert detr.post_process(outputs, [(100, 200)], threshold=0.05) == [[]]
 
 COCO = dict(  # ids in no order: the labels of 9 and 4 are 1 and 0
     images=[dict(id=8, file_name='b.png', width=40, height=30),
