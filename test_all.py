@@ -1321,6 +1321,10 @@ def test_detr_annotations(tmp_path):
                          (['instances_val2017.json'], dict(categories=[]))):
         write_annotations(tmp_path, 'val2017', {**COCO, **wrong})
         refuse(detr, words, *flags)
+    (tmp_path / 'val2017').rmdir()  # every tenth photo is then for evaluation
+    alone = detr.load_data(detr_config(data=str(tmp_path)))
+    ids = [[image['id'] for image in split.images] for split in (alone.train, alone.val)]
+    assert ids == [[8], [5]], ids
 
 def test_detr_transforms(tmp_path):
     """What DETR's flip and size do to a box, worked out from the photo's shares."""
@@ -1404,6 +1408,10 @@ def test_detr_actions(tmp_path):
     rows = done(detr, 'inspect', *own)
     assert [row['attention'] for row in rows] == 2 * ['softmax', 'admm-vanilla'], rows
     assert all(row['nonzero'] >= 1 and 0 < row['top'] <= 1 for row in rows), rows
+    faint = lambda q, k, *_: 1e-4 * torch.ones(*q.shape[:-1], k.size(2), device=q.device)
+    with patch.dict(detr.ATTENTION, {'admm-vanilla': faint}):
+        rows = done(detr, 'inspect', *own)
+    assert rows[-1]['nonzero'] == 4, rows  # all of them: what counts is their ratio
     refuse(detr, ['--images'], 'detect', *own)
 
 def test_detr_init_files(tmp_path):
