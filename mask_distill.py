@@ -87,26 +87,29 @@ NAMED = {  # the report's
 
 def candidates(masks):
     """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]."""
-    for name, terms in NAMED.items():
-        masks = masks.replace(name, terms)
     found = []
     for term in masks.split('+'):
+        if term in NAMED:
+            found += candidates(NAMED[term])
+            continue
         kind, _, n = term.partition(':')
-        n = '1' if term == 'all' else n
+        n = '1' if kind == 'all' else n  # it has no number
         if kind not in KINDS or not n.isdecimal() or (int(n) == 0 and kind != 'offset'):
             fail(f'--masks {masks}: {term!r} is none of {":N, ".join(KINDS)}:N, {", ".join(NAMED)}')
         found.append((kind, int(n)))
     return found
 
-def furthest(masks):
-    """The smallest window that holds all windows and offsets, at least 1."""
-    sizes = [n + (kind == 'offset') for kind, n in candidates(masks)
-             if kind in ('window', 'offset')]
-    return max(sizes, default=1)
-
-def first_tokens(masks):
-    """How many of the first tokens are kept as well."""
-    return max([n for kind, n in candidates(masks) if kind in ('first', 'sinks')], default=0)
+def window_and_first(masks):
+    """The smallest window that holds all windows and offsets, and how many first tokens count."""
+    window, first = 1, 0
+    for kind, n in candidates(masks):
+        if kind == 'window':
+            window = max(window, n)
+        if kind == 'offset':
+            window = max(window, n + 1)
+        if kind in ('first', 'sinks'):
+            first = max(first, n)
+    return window, first
 
 def is_local(masks):
     """Only windows, offsets and first tokens, which blocks of keys and a small cache can hold?"""
@@ -127,7 +130,8 @@ def open_masks(masks, log_c, i, j):
     (K + 1,). [choice] So that no row is empty, the last mask holds a token's own pair wherever
     no open mask does, with the largest coefficient."""
     i, j = i[..., None], j[..., None, :]
-    causal, far = (0 <= j) & (j <= i), furthest(masks)
+    causal = (0 <= j) & (j <= i)
+    far, _ = window_and_first(masks)
     M = [KINDS[kind](i, j, n, far) & causal for kind, n in candidates(masks)]
     c = (log_c - log_c.max()).exp()  # (K,)
     own_token = (i == j) & (mixture(c.detach(), M) == 0)
@@ -152,15 +156,16 @@ READINGS = {  # from scores S (B, nh, Tq, T), K + 1 masks M (Tq, T) and coeffici
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (B, nh, Tq, hs), k (B, nh, T, hs) at positions i, j (default 0, 1, ...) -> (B, nh, Tq, T).
     log_c (K,): logarithms of the masks' coefficients, by default 0."""
-    i = torch.arange(q.size(2), device=q.device) if i is None else i
-    j = torch.arange(k.size(2), device=q.device) if j is None else j
-    log_c = torch.zeros(len(candidates(masks)), device=q.device) if log_c is None else log_c
+    if i is None:
+        i, j = torch.arange(q.size(2), device=q.device), torch.arange(k.size(2), device=q.device)
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
     future = i[..., None] < j[..., None, :]  # (Tq, T)
-    if masks == 'all' and reading == 'renormalised':  # plain attention
+    if log_c is None and masks == 'all':  # plain attention
         return F.softmax(S.masked_fill(future, -math.inf), dim=-1)
+    if log_c is None:
+        log_c = torch.zeros(len(candidates(masks)), device=q.device)
     M, c = open_masks(masks, log_c, i, j)
-    if reading != 'renormalised':
+    if reading != 'renormalised':  # for that one only ratios of the c count
         S, c = S.masked_fill(future, -math.inf), c * log_c.max().exp()
     return READINGS[reading](S, M, c)
 
@@ -178,7 +183,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
         keys      f     k k k k k k
     """
     B, nh, T, hs = q.shape
-    window, first = min(furthest(masks), T), min(first_tokens(masks), T)
+    window, first = [min(size, T) for size in window_and_first(masks)]
     b = min(block or max(16, min(window, 128)), T)
     n = math.ceil(T / b)  # blocks
     end = n * b - T  # padding after the last token
@@ -186,6 +191,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     front = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
     front = front.masked_fill(front >= near[:, :1], -1)  # in no mask: `near` already has it
+    j = torch.cat([near, front], 1)
 
     def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
         windows = F.pad(t, (0, 0, window - 1, end)).unfold(2, b + window - 1, b).mT
@@ -193,9 +199,8 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
         return torch.cat([windows, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, end)).view(B, nh, n, b, hs)
-    keys, values = blocks_of_keys(k), blocks_of_keys(v)
-    p = attention_weights(queries, keys, masks, log_c, i=i, j=torch.cat([near, front], 1))
-    return (p.to(v.dtype) @ values).view(B, nh, n * b, hs)[:, :, :T]
+    p = attention_weights(queries, blocks_of_keys(k), masks, log_c, i=i, j=j)
+    return (p.to(v.dtype) @ blocks_of_keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def token_kl(teacher_logits, logits):
     """KL(teacher || student) of every token in nats, from logits (B, T, V) -> (B, T).
@@ -211,8 +216,8 @@ def penalty(alphas, c):
 def kept_pairs(alphas, masks, T):
     """Share of the T (T + 1) / 2 causal pairs that open masks hold, mean over layers."""
     shares = []
+    i = torch.arange(T, device=alphas[0].device)
     for alpha in alphas:
-        i = torch.arange(T, device=alpha.device)
         M, c = open_masks(masks, coefficients(alpha), i, i)
         shares.append((mixture(c, M) > 0).sum().item() / (T * (T + 1) / 2))
     return sum(shares) / len(shares)
@@ -286,9 +291,12 @@ class Config:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        if min(self.max_iters, self.teacher_iters, self.warmup_iters, self.n_head) < 0:
-            fail('--max-iters, --teacher-iters, --warmup-iters, --n-head must not be negative')
-        candidates(self.masks)
+        for name in NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must not be negative')
+        if not all(word.isdecimal() for word in self.lengths.split(',')):
+            fail(f'--lengths {self.lengths}: needs numbers such as 1024,4096')
+        candidates(self.masks)  # fails where there is no such mask
         if not self.init and self.n_embd % self.heads:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.heads}')
         if self.batch_size % WORLD:
@@ -303,16 +311,17 @@ class Config:
         masks = self.masks.replace(':', '').replace('+', '-')
         return 'teacher' if self.stage == 'teacher' else f'{masks}-{self.reading}-{self.learn}'
 
-T4 = dict(data='wikitext-2', block_size=256, n_layer=6, n_embd=384, teacher_iters=3000, teacher_lr=1e-3,
-          learning_rate=1e-4, threads=0)
 PRESETS = {
     'tiny': {},
-    't4': dict(T4, masks='window:96+sinks:4', max_iters=600, eval_interval=100),
+    't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6,
+               n_embd=384, block_size=256, data='wikitext-2', max_iters=600, learning_rate=1e-4,
+               eval_interval=100, threads=0),
     # [choice] batch, rates, weight of L1, 512 tokens, of which the report has "up to 512"; and
     # trained attention: the report's loss drop needs it
-    'report004': dict(T4, init='data/weights/gpt2/model.safetensors', n_head=12, masks='last5',
-                      l1=1e-3, block_size=512, samples=1000, batch_size=4, grad_accum_steps=2,
-                      max_iters=12500, eval_interval=250),  # 100 epochs of 125 steps
+    'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2/model.safetensors',
+                      n_head=12, block_size=512, data='wikitext-2', samples=1000, batch_size=4,
+                      grad_accum_steps=2, max_iters=12500,  # 100 epochs of 125 steps
+                      learning_rate=1e-4, eval_interval=250, threads=0),
 }
 WIDTHS = 'last5 windows window:16+sinks:4 window:32+sinks:4 window:64 window:64+sinks:4'.split()
 TABLES = {  # rows for `compare --table NAME` and `inspect --table NAME`
@@ -331,6 +340,7 @@ CHOICES = {
     'tokenizer': ('bytes', 'gpt2'), 'schedule': ('cosine', 'trapezoid', 'step', 'constant'),
     'table': ('', *TABLES), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
+NOT_NEGATIVE = ('n_head', 'teacher_iters', 'samples', 'max_iters', 'warmup_iters', 'temperature')
 POSITIVE = ('n_layer', 'n_embd', 'block_size', 'batch_size', 'grad_accum_steps', 'eval_interval',
             'eval_rows', 'log_interval', 'new_tokens', 'rounds')
 
@@ -379,8 +389,8 @@ class SelfAttention(nn.Module):
         y = self.attend(q, k, v, i, j, maps)  # (B, nh, T, hs)
         if cache is not None:  # even if still empty
             if is_local(self.masks) and self.reading != 'unnormalised':  # whose softmax needs all
-                near = j > j[-1] + 1 - furthest(self.masks)
-                needed = near | (j < first_tokens(self.masks))  # by the tokens to come
+                window, first = window_and_first(self.masks)
+                needed = (j > j[-1] + 1 - window) | (j < first)  # by the tokens to come
                 k, v, j = k[:, :, needed], v[:, :, needed], j[needed]
             cache.update(k=k, v=v, j=j, past=past + len(i))
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -540,26 +550,31 @@ LABELS = {'loss': 'training loss (nats per token)', 'val_loss': 'validation KL (
 def load_gpt2(path, n_head=0):
     """A file with the weights of a GPT-2 of any size -> GPT2. Heads: as our checkpoint says, or the
     config.json that transformers writes beside others' files, or n_head."""
-    path, read = Path(path), lambda path: load_checkpoint(path, own=False)
-    if path.suffix == '.safetensors':
-        from safetensors.torch import load_file as read  # an optional package
+    path = Path(path)
     beside = path.with_name('config.json')
+    if path.suffix == '.safetensors':
+        from safetensors.torch import load_file  # an optional package
     try:
-        saved = read(path)
-        config = json.loads(beside.read_text('utf-8')) if beside.exists() else {}
-        n_head = saved.get('config', config).get('n_head', n_head)
-        # transformers puts "transformer." before the keys; masks and a copy of wte are dropped
-        dropped = ('.attn.bias', '.attn.masked_bias', 'lm_head.weight')
-        state = {key.removeprefix('transformer.'): tensor.float()
-                 for key, tensor in saved.get('model', saved).items() if not key.endswith(dropped)}
-        if 'h.0.attn.alpha' in state:
-            fail(f'--init {path} is a student: name its teacher')
+        if path.suffix == '.safetensors':
+            saved = load_file(path)
+        else:
+            saved = load_checkpoint(path, own=False)
+        if 'config' in saved:
+            n_head = saved['config']['n_head']
+        elif beside.exists():
+            n_head = json.loads(beside.read_text('utf-8'))['n_head']
         if not n_head:
             fail(f'--init {path} does not say how many heads it has: put its config.json beside '
-                 'it, or give --n-head')
+                 'it, or give --n-head, 12 for the smallest GPT-2')
+        state = {}
+        for key, tensor in saved.get('model', saved).items():
+            if not key.endswith(('.attn.bias', '.attn.masked_bias', 'lm_head.weight')):
+                state[key.removeprefix('transformer.')] = tensor.float()  # transformers' prefix
+        if 'h.0.attn.alpha' in state:
+            fail(f'--init {path} is a student: name its teacher')
         V, C = state['wte.weight'].shape
-        model = GPT2(Config(n_head=n_head, n_embd=C, vocab_size=V,
-                            n_layer=sum(key.endswith('.ln_1.weight') for key in state),
+        n_layer = sum(key.endswith('.ln_1.weight') for key in state)
+        model = GPT2(Config(n_layer=n_layer, n_head=n_head, n_embd=C, vocab_size=V,
                             block_size=len(state['wpe.weight'])))
         model.load_state_dict(state)
         return model
@@ -571,8 +586,8 @@ def load_teacher(c):
     if not Path(c.init).is_file():
         fail(f"--init {c.init or '(nothing)'}: no such file; python prepare_data.py gpt2 downloads "
              "GPT-2's. In a notebook, train(with_teacher(c)) trains a small one first")
-    model = load_gpt2(c.init, c.n_head)
-    return model.requires_grad_(False).eval().to(pick_device(c)[0])
+    device, _ = pick_device(c)
+    return load_gpt2(c.init, c.n_head).requires_grad_(False).eval().to(device)
 
 def make_model(c, data):
     """A new teacher or, in stage 2, a copy of --init's with masks; its config has what teacher and
@@ -639,7 +654,7 @@ def evaluate(model, data, c, device):
         for x, y in validation(data, c, device):
             total += text_loss(model, x, y).item() * len(x)
             rows += len(x)
-    figures = dict(val_loss=max(0.0, total / rows))
+    figures = dict(val_loss=total / rows)
     if model.teacher:
         figures['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
         for layer, alpha in enumerate(model.alphas()):
@@ -673,29 +688,30 @@ def forward_backward(model, x, y):
 def fidelity(model, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T); y = -1 is padding
     and never counts. Perplexity is exp of the cross-entropy with the text.  [MA Sec. 2.4]"""
-    tokens = entries = kl = squared_error = 0
+    tokens = pairs = kl = squared_error = 0
     teacher_right = student_right = teacher_nll = student_nll = 0
     teacher_gradient = student_gradient = 0
     for x, y in batches:
         real = y >= 0  # (B, T)
         target = y[real]  # (N,)
-        p, P, g = forward_backward(model.teacher[0], x, y)
-        q, Q, h = forward_backward(model, x, y)
+        log_p, P, gradient = forward_backward(model.teacher[0], x, y)
+        teacher_right += (log_p.argmax(-1) == target).sum()
+        teacher_nll += F.nll_loss(log_p, target, reduction='sum')
+        teacher_gradient += gradient
+        log_q, Q, gradient = forward_backward(model, x, y)
+        student_right += (log_q.argmax(-1) == target).sum()
+        student_nll += F.nll_loss(log_q, target, reduction='sum')
+        student_gradient += gradient
         tokens += len(target)
-        kl += (p.exp() * (p - q)).sum()
-        teacher_right += (p.argmax(-1) == target).sum()
-        student_right += (q.argmax(-1) == target).sum()
-        teacher_nll += F.nll_loss(p, target, reduction='sum')
-        student_nll += F.nll_loss(q, target, reduction='sum')
-        teacher_gradient, student_gradient = teacher_gradient + g, student_gradient + h
+        kl += (log_p.exp() * (log_p - log_q)).sum()
         for P_layer, Q_layer in zip(P, Q):
             gap = (P_layer - Q_layer).transpose(1, 2)[real]  # (N, nh, T)
             squared_error += gap.square().sum()
-            entries += gap.size(1) * (real.nonzero()[:, 1] + 1).sum()  # pairs j <= i
+            pairs += gap.size(1) * (real.nonzero()[:, 1] + 1).sum()  # j <= i
     tokens = max(1, tokens)  # a batch may be all padding
     figures = dict(
         kl=(kl / tokens).clamp_min(0), accuracy=student_right / teacher_right.clamp_min(1),
-        mse=squared_error / entries.clamp_min(1),
+        mse=squared_error / pairs.clamp_min(1),
         cosine=F.cosine_similarity(teacher_gradient, student_gradient, dim=0),
         perplexity=(student_nll / tokens).exp(), teacher_perplexity=(teacher_nll / tokens).exp())
     figures = {name: value.item() for name, value in figures.items()}
@@ -716,12 +732,12 @@ def stage_1(c):
 
 def with_teacher(c):
     """Stage 1 of 2 -> c with its teacher, the one that --init names or one trained here."""
-    for spec in c.over:  # seed, block_size and data may vary
-        field = spec.partition('=')[0].replace('-', '_')
-        if field in ('tokenizer', 'n_layer', 'n_head', 'n_embd', 'vocab_size', 'teacher_iters',
-                     'teacher_lr', 'weight_decay'):
-            fail(f'--over {spec}: all cases share one teacher; --over init=A,B compares two')
-    if c.init or c.from_csv:
+    varied = [spec.partition('=')[0] for spec in c.over]  # may be seed, block_size, data
+    for field in ('tokenizer', 'n_layer', 'n_head', 'n_embd', 'vocab_size', 'teacher_iters',
+                  'teacher_lr', 'weight_decay'):
+        if field in varied:
+            fail(f'--over {field}: all cases share one teacher; --over init=A,B compares two')
+    if c.init or 'init' in varied or c.from_csv:
         return c
     folder = run_folder(stage_1(c))
     print('stage 1 of 2: a small GPT-2 learns the text; with full attention, it is the teacher')
@@ -863,21 +879,21 @@ def report(c, model, log):
     device, _ = pick_device(c)
     data = load_data(c)
     wanted = [f'{name} {sign} {limit:g}' for name, (sign, limit) in CRITERIA.items()]
-    lines = ['the report wants' + ''.join(f'{word:>20}' for word in wanted)]
+    text = 'the report wants' + ''.join(f'{words:>20}' for words in wanted)
     untrained = substitute(model.teacher[0], model.config)
     for case, net in (('mask only', untrained), ('trained', model)):
         figures = finish(net.eval(), data, c, device, None)
-        words = [f'{figures[name]:#.3g} ' + ('PASS' if passes(name, figures[name]) else 'FAIL')
-                 for name in CRITERIA]
-        lines.append(f'{case:16}' + ''.join(f'{word:>20}' for word in words))
-    advice = '' if figures['passed'] == len(CRITERIA) else (
-        '; at the defaults, --masks window:96+sinks:4 keeps 95 % and passes all')
-    lines += [f'result  {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
-              f'accuracy; {figures["passed"]} of {len(CRITERIA)} criteria pass{advice}',
-              f'        perplexity {figures["perplexity"]:.3f}, the '
-              f'teacher\'s {figures["teacher_perplexity"]:.3f}',
-              side_by_side(c, model, PROMPTS[:2])]
-    return '\n'.join(lines), {}
+        text += f'\n{case:16}'
+        for name in CRITERIA:
+            verdict = 'PASS' if passes(name, figures[name]) else 'FAIL'
+            text += f'{figures[name]:#15.3g} {verdict}'
+    text += (f'\nresult  {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
+             f'accuracy; {figures["passed"]} of {len(CRITERIA)} criteria pass')
+    if figures['passed'] < len(CRITERIA):
+        text += '; at the defaults, --masks window:96+sinks:4 keeps 95 % and passes all'
+    text += (f'\n        perplexity {figures["perplexity"]:.3f}, '
+             f'the teacher\'s {figures["teacher_perplexity"]:.3f}\n')
+    return text + side_by_side(c, model, PROMPTS[:2]), {}
 
 PROMPTS = [  # the report's
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
@@ -912,27 +928,32 @@ def sample(c):
 
 def inspect_masks(c):
     """The coefficients of every layer in training, of this run or of each case of a table."""
+    cases = cases_of(c) if c.over or c.table else {c.variant: c}
     found = {}
-    for name, case in (cases_of(c) if c.over or c.table else {c.variant: c}).items():
+    for name, case in cases.items():
         print(f'\n{name}')
         folder = run_folder(case)
         model, log = train_to_end(case, folder)
         masks = [f'{kind}:{n}' for kind, n in candidates(case.masks)]
-        depth = len(model.h)
-        found[name] = rows = [
-            dict(step=row['step'], layer=i, **{mask: row[f'{i}.{mask}'] for mask in masks})
-            for row in log for i in range(depth)]
-        for row in rows[-depth:]:
-            print(f'coefficients in layer {row["layer"]}: {show(row)}')
-        write_csv(folder / 'inspect.csv', rows)
-        layers = {f'layer {i}': [rows[i::depth]] for i in range(depth)}
-        draw(folder / 'inspect.png', layers, [('step', mask) for mask in masks])
+        layers = {}
+        for i in range(len(model.h)):
+            layers[f'layer {i}'] = rows = [
+                dict(step=row['step'], layer=i, **{mask: row[f'{i}.{mask}'] for mask in masks})
+                for row in log]
+            print(f'coefficients in layer {i}: {show(rows[-1])}')
+        found[name] = [row for rows in layers.values() for row in rows]
+        write_csv(folder / 'inspect.csv', found[name])
+        draw(folder / 'inspect.png', {label: [rows] for label, rows in layers.items()},
+             [('step', mask) for mask in masks])
     return found
 
 def compare_masks(c):
     """compare, and a picture of what the masks cost: KL over the share of pairs kept."""
     table = compare(with_teacher(c))
-    points = {row['case']: [[dict(kept=row['kept'], kl=row['mean'])]] for row in table}
+    points = {}
+    for row in table:
+        figures = {**row, c.figure or RESULTS[0]: row['mean']}
+        points[row['case']] = [[dict(kept=figures['kept'], kl=figures['kl'])]]
     draw(Path(c.out_dir, SCRIPT, 'kl_over_pairs.png'), points, [('kept', 'kl')])
     return table
 
@@ -955,7 +976,8 @@ def peak(f, device):
 
 def memory(c, T, device):
     """Peak memory of attention alone, and of a model with its (random) parameters, for a sequence
-    of T tokens in float32; also attention's time -> {way: {what: figure}}.  [MA Sec. 2.4]"""
+    of T tokens in float32; also attention's time -> {what: [figure eager, sdpa, with masks]}.
+    Eager attention is the definition; sdpa PyTorch's fused kernel.  [MA Sec. 2.4]"""
     model = GPT2(replace(c, block_size=T)).to(device)
     weights = sum(p.nbytes for p in model.parameters())
     i = torch.arange(T, device=device)
@@ -976,30 +998,36 @@ def memory(c, T, device):
             model(idx, last=True)
 
     timer = Timer('f()', globals=dict(f=attention), num_threads=torch.get_num_threads())
-    rows = {}
-    for way, masks, reading in (('eager', 'all', 'renormalised'), ('sdpa', 'all', 'renormalised'),
-                                ('masks', c.masks, c.reading)):
+    figures = {'attention, MiB': [], 'training step, MiB': [], 'inference, MiB': [],
+               'attention, ms': []}
+    for fused, masks, reading in ((False, 'all', 'renormalised'), (True, 'all', 'renormalised'),
+                                  (False, c.masks, c.reading)):
         for block in model.h:
-            block.attn.fused, block.attn.masks, block.attn.reading = way == 'sdpa', masks, reading
-        rows[way] = {'attention, MiB': peak(attention, device) / 2**20,
-                     'training step, MiB': (peak(step, device) + weights) / 2**20,
-                     'inference, MiB': (peak(infer, device) + weights) / 2**20,
-                     'attention, ms': 1000 * timer.timeit(3).mean}
-    print(f'\n{T:5} tokens{"":15}eager{"":6}sdpa{"":5}masks   30 % of the memory saved?')
-    for name in rows['eager']:
-        eager, sdpa, masks = [row[name] for row in rows.values()]
-        saved = 1 - masks / eager
-        verdict = f'{saved:8.0%} less, ' + ('PASS' if saved >= 0.3 else 'FAIL')
-        print(f'{name:20}{eager:10.1f}{sdpa:10.1f}{masks:10.1f}', '' if 'ms' in name else verdict)
-    print(f'No mask saves the weights, {weights / 2**20:.1f} MiB, or the logits of a training step '
-          f'({4 * T * c.vocab_size / 2**20:.1f}\nMiB, and as much for their gradient). sdpa, the '
-          'fused kernel, stores no T x T matrix either.')
-    return rows
+            block.attn.fused, block.attn.masks, block.attn.reading = fused, masks, reading
+        figures['attention, MiB'].append(peak(attention, device) / 2**20)
+        figures['training step, MiB'].append((peak(step, device) + weights) / 2**20)
+        figures['inference, MiB'].append((peak(infer, device) + weights) / 2**20)
+        figures['attention, ms'].append(1000 * timer.timeit(3).mean)
+    return figures
 
 def scaling(c):
     """Memory and time of a model with the sizes that the flags say -> {length: figures}."""
     c = replace(c, vocab_size=c.vocab_size or 256)
-    return {T: memory(c, T, pick_device(c)[0]) for T in map(int, c.lengths.split(','))}
+    device, _ = pick_device(c)
+    found = {}
+    for T in map(int, c.lengths.split(',')):
+        found[T] = memory(c, T, device)
+        print(f'\n{T:5} tokens{"":15}eager{"":6}sdpa{"":5}masks   30 % of the memory saved?')
+        for name, (eager, sdpa, masks) in found[T].items():
+            line = f'{name:20}{eager:10.1f}{sdpa:10.1f}{masks:10.1f}'
+            if 'MiB' in name:
+                saved = 1 - masks / eager
+                line += f'{saved:9.0%} less, ' + ('PASS' if saved >= 0.3 else 'FAIL')
+            print(line)
+        print('No mask saves the weights or, in a training step, the logits and their gradient, '
+              f'{8 * T * c.vocab_size / 2**20:.1f} MiB.\nsdpa, the fused kernel, stores no T x T '
+              'matrix either.')
+    return found
 
 def criteria(c):
     """All five criteria of a run that is done."""

@@ -1713,11 +1713,11 @@ def test_mask_criteria_and_edge_cases():
 
 def test_mask_memory():
     """Eager attention holds its scores and more; blocks need far less."""
-    c = mask_config(n_head=4, n_embd=64, vocab_size=20_000, masks='window:64+sinks:4')
+    c = mask_config(n_head=4, n_embd=64, vocab_size=20_000, masks='window:64+sinks:4', device='cpu')
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        rows = mask.memory(c, 1024, torch.device('cpu'))
-    eager, sdpa, masks = [row['attention, MiB'] for row in rows.values()]
+        figures = mask.scaling(c)
+    eager, sdpa, masks = figures[1024]['attention, MiB']
     assert 32 < eager < 128, eager  # the scores of four heads alone are 16 MiB
     assert masks < 0.3 * eager and sdpa < 0.3 * eager, (eager, sdpa, masks)
     assert 'PASS' in out.getvalue() and 'FAIL' in out.getvalue(), out.getvalue()
@@ -1764,7 +1764,7 @@ def test_mask_l1_in_training(tmp_path):
     flags = tiny(mask, tmp_path, '--masks', 'first-all', '--learn', 'alphas', '--l1', 0.5)
     found = done(mask, 'inspect', *flags, '--alpha-lr', 0.2)
     rows, = found.values()
-    start, middle, end = rows[::2]  # the first of two layers, at steps 0, 3 and 6
+    start, middle, end = rows[:3]  # the first of two layers, at steps 0, 3 and 6
     for name in ('first:1', 'all:1'):
         assert 0.5 == start[name] > middle[name] > end[name], (name, start, middle, end)
 
