@@ -9,15 +9,15 @@ causal mask of GPT-2, the teacher, with a linear combination of candidate masks,
 student to match its teacher's distributions. It names five criteria, measured here as well.
 
     the report     what                                                  function
-    [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, coefficients
+    [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, log_coefficients
     [MA Sec. 2.1]  KL(P_base || P_custom), mean over tokens              token_kl
-    [MA Sec. 2.5]  L1, the sum of the c_k                                penalty
+    [MA Sec. 2.5]  L1, the sum of the c_k                                loss_of
     [MA Sec. 2.4]  accuracy, attention MSE, gradient cosine, KL          CRITERIA, fidelity
     [MA Sec. 2.4]  peak memory of attention, training step, inference    memory
 
-(Its headings bear no numbers; these are our count.) "A linear combination of masks" has three
-READINGS. Under the default only ratios of the c_k count, so L1 drives every alpha to minus
-infinity, as the report saw.
+(The numbers of its sections are our count.) "A linear combination of masks" has three READINGS.
+Under the default only ratios of the c_k count, so L1 drives every alpha to minus infinity, as the
+report saw.
 
     python mask_distill.py                                  # train: 3 minutes on a CPU
     python mask_distill.py sample --prompt "def main("      # teacher and student, side by side
@@ -79,8 +79,9 @@ KINDS = {  # term of --masks: may token i attend to j <= i? `far`: where windows
     'first': lambda i, j, n, far: j < n,
     'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),  # first tokens, no pair twice
 }
-NAMED = {  # the report's
-    'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # "last token ... 5th last token"
+NAMED = {
+    'all': 'all:1',
+    'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # the report's five masks
     'windows': 'window:5+window:10+first:5',                  # its previous three
     'first-all': 'first:1+all',                               # its experiment with L1
 }
@@ -93,14 +94,13 @@ def candidates(masks):
             found += candidates(NAMED[term])
             continue
         kind, _, n = term.partition(':')
-        n = '1' if kind == 'all' else n  # it has no number
         if kind not in KINDS or not n.isdecimal() or (int(n) == 0 and kind != 'offset'):
             fail(f'--masks {masks}: {term!r} is none of {":N, ".join(KINDS)}:N, {", ".join(NAMED)}')
         found.append((kind, int(n)))
     return found
 
 def window_and_first(masks):
-    """The smallest window that holds all windows and offsets, and how many first tokens count."""
+    """The smallest window that holds all windows and offsets, and the number of first tokens."""
     window, first = 1, 0
     for kind, n in candidates(masks):
         if kind == 'window':
@@ -115,7 +115,7 @@ def is_local(masks):
     """Only windows, offsets and first tokens, which blocks of keys and a small cache can hold?"""
     return {kind for kind, _ in candidates(masks)} <= {'window', 'offset', 'first', 'sinks'}
 
-def coefficients(alpha):
+def log_coefficients(alpha):
     """log sigmoid(alpha), (K,). [choice] A mask whose coefficient is below a thousandth of the
     largest is closed: -inf.  [MA Sec. 3]"""
     log_c = F.logsigmoid(alpha)
@@ -194,9 +194,9 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     j = torch.cat([near, front], 1)
 
     def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
-        windows = F.pad(t, (0, 0, window - 1, end)).unfold(2, b + window - 1, b).mT
+        local = F.pad(t, (0, 0, window - 1, end)).unfold(2, b + window - 1, b).mT
         firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
-        return torch.cat([windows, firsts], 3)
+        return torch.cat([local, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, end)).view(B, nh, n, b, hs)
     p = attention_weights(queries, blocks_of_keys(k), masks, log_c, i=i, j=j)
@@ -204,13 +204,9 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
 
 def token_kl(teacher_logits, logits):
     """KL(teacher || student) of every token in nats, from logits (B, T, V) -> (B, T).
-    The report has a sum over the text; `loss_of` takes the mean.  [MA Sec. 2.1]"""
+    [MA Sec. 2.1]"""
     p, q = F.log_softmax(teacher_logits, dim=-1), F.log_softmax(logits, dim=-1)
     return (p.exp() * (p - q)).sum(-1)
-
-def penalty(alphas, c):
-    """L1, the sum of the coefficients of every layer's alpha (K,).  [MA Sec. 2.5]"""
-    return c.l1 * sum(alpha.sigmoid().sum() for alpha in alphas)
 
 @torch.no_grad()
 def kept_pairs(alphas, masks, T):
@@ -218,7 +214,7 @@ def kept_pairs(alphas, masks, T):
     shares = []
     i = torch.arange(T, device=alphas[0].device)
     for alpha in alphas:
-        M, c = open_masks(masks, coefficients(alpha), i, i)
+        M, c = open_masks(masks, log_coefficients(alpha), i, i)
         shares.append((mixture(c, M) > 0).sum().item() / (T * (T + 1) / 2))
     return sum(shares) / len(shares)
 
@@ -271,7 +267,7 @@ class Config:
     out_dir: str = 'out'           # where runs are written
     # actions
     run: str = ''                  # sample, criteria: a run's folder; default: the last one
-    prompt: str = ''               # sample: a text to continue; default: the report's seven
+    prompt: str = ''               # sample: a text to continue; default: four of the report's
     new_tokens: int = 100          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
     lengths: str = '1024'          # criteria, scaling: tokens of the sequences measured
@@ -288,12 +284,10 @@ class Config:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 fail(f'--{name} {getattr(self, name)}: choose from {", ".join(allowed)}')
-        for name in POSITIVE:
-            if getattr(self, name) < 1:
-                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        for name in NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must not be negative')
+        for name in POSITIVE + NOT_NEGATIVE:
+            value, least = getattr(self, name), 1 if name in POSITIVE else 0
+            if value < least:
+                fail(f'--{name.replace("_", "-")} {value}: must be at least {least}')
         if not all(word.isdecimal() for word in self.lengths.split(',')):
             fail(f'--lengths {self.lengths}: needs numbers such as 1024,4096')
         candidates(self.masks)  # fails where there is no such mask
@@ -340,9 +334,9 @@ CHOICES = {
     'tokenizer': ('bytes', 'gpt2'), 'schedule': ('cosine', 'trapezoid', 'step', 'constant'),
     'table': ('', *TABLES), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
-NOT_NEGATIVE = ('n_head', 'teacher_iters', 'samples', 'max_iters', 'warmup_iters', 'temperature')
 POSITIVE = ('n_layer', 'n_embd', 'block_size', 'batch_size', 'grad_accum_steps', 'eval_interval',
             'eval_rows', 'log_interval', 'new_tokens', 'rounds')
+NOT_NEGATIVE = ('n_head', 'teacher_iters', 'samples', 'max_iters', 'warmup_iters', 'temperature')
 
 # ------------------------------------ model ------------------------------------
 class Conv1D(nn.Module):
@@ -367,7 +361,7 @@ class SelfAttention(nn.Module):
 
     def attend(self, q, k, v, i, j, maps=None):
         """q, k, v (B, nh, T, hs), positions i of queries and j of keys -> (B, nh, Tq, hs)."""
-        log_c = None if self.alpha is None else coefficients(self.alpha)
+        log_c = None if self.alpha is None else log_coefficients(self.alpha)
         if maps is not None:
             with torch.no_grad():
                 maps.append(attention_weights(q, k, self.masks, log_c, self.reading, i, j))
@@ -488,8 +482,8 @@ def read_text(c):
     if c.data == 'builtin':
         files = sorted(Path(os.__file__).parent.glob('*.py'))
         texts = [f.read_text('utf-8', errors='replace') for f in files]
-        train = [text for i, text in enumerate(texts) if i % 10 < 9]
-        return ''.join(train), ''.join(texts[9::10])
+        train = ''.join(text for i, text in enumerate(texts) if i % 10 < 9)
+        return train, ''.join(texts[9::10])
     if not Path(c.data).is_file():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
              f'`python prepare_data.py {c.data}` makes one, or, without a name, lists what there is')
@@ -552,6 +546,9 @@ def load_gpt2(path, n_head=0):
     config.json that transformers writes beside others' files, or n_head."""
     path = Path(path)
     beside = path.with_name('config.json')
+    if not path.is_file():
+        fail(f'--init {path}: no such file; `python prepare_data.py gpt2` downloads GPT-2. In a '
+             'notebook, train(with_teacher(c)) trains a small one first')
     if path.suffix == '.safetensors':
         from safetensors.torch import load_file  # an optional package
     try:
@@ -570,24 +567,14 @@ def load_gpt2(path, n_head=0):
         for key, tensor in saved.get('model', saved).items():
             if not key.endswith(('.attn.bias', '.attn.masked_bias', 'lm_head.weight')):
                 state[key.removeprefix('transformer.')] = tensor.float()  # transformers' prefix
-        if 'h.0.attn.alpha' in state:
-            fail(f'--init {path} is a student: name its teacher')
         V, C = state['wte.weight'].shape
         n_layer = sum(key.endswith('.ln_1.weight') for key in state)
         model = GPT2(Config(n_layer=n_layer, n_head=n_head, n_embd=C, vocab_size=V,
                             block_size=len(state['wpe.weight'])))
         model.load_state_dict(state)
         return model
-    except Exception as error:  # a damaged file raises half a dozen kinds
+    except Exception as error:  # a damaged file, or a student: half a dozen kinds
         fail(f'--init {path} is no GPT-2: {" ".join(str(error).split())[:150]}')
-
-def load_teacher(c):
-    """--init -> GPT2, frozen."""
-    if not Path(c.init).is_file():
-        fail(f"--init {c.init or '(nothing)'}: no such file; python prepare_data.py gpt2 downloads "
-             "GPT-2's. In a notebook, train(with_teacher(c)) trains a small one first")
-    device, _ = pick_device(c)
-    return load_gpt2(c.init, c.n_head).requires_grad_(False).eval().to(device)
 
 def make_model(c, data):
     """A new teacher or, in stage 2, a copy of --init's with masks; its config has what teacher and
@@ -595,11 +582,11 @@ def make_model(c, data):
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
-    teacher = load_teacher(c)
+    device, _ = pick_device(c)
+    teacher = load_gpt2(c.init, c.n_head).requires_grad_(False).eval().to(device)
     t = teacher.config
     V = getattr(data, 'vocab_size', t.vocab_size)
-    fits = V <= t.vocab_size < V + 128  # 50257, or 50304 where a file is padded
-    if not fits or t.block_size < c.block_size:
+    if V != t.vocab_size or t.block_size < c.block_size:
         fail(f'--init {c.init} has {t.vocab_size} tokens and {t.block_size} positions; the data '
              f'need {V}, of the tokenizer {c.tokenizer}, and --block-size {c.block_size}')
     return substitute(teacher, replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
@@ -624,18 +611,17 @@ def get_batch(data, c, step, micro, device):
         starts = stream('samples', c.seed).integers(n, size=c.samples)[starts]
     return windows(data.train, starts[micro, RANK::WORLD], c, device)
 
-def text_loss(model, x, y):
-    """Nats per token of x (B, T): of a teacher, in stage 1, cross-entropy with y (B, T); of a
-    student, in stage 2, KL."""
+def loss_of(model, batch, c):
+    """In stage 1 cross-entropy, in stage 2 KL and L1 on the coefficients [MA Sec. 2.5]. [deviation]
+    KL is the mean over tokens, where the report has a sum, because l1 and learning rate would
+    depend on the batch."""
+    x, y = batch  # (B, T) each
     if model.teacher is None:
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     with torch.no_grad():
         teacher_logits = model.teacher[0](x)  # (B, T, V)
-    return token_kl(teacher_logits, model(x)).mean()
-
-def loss_of(model, batch, c):
-    loss = text_loss(model, *batch)
-    return loss + penalty(model.alphas(), c) if model.teacher else loss
+    l1 = sum(alpha.sigmoid().sum() for alpha in model.alphas())
+    return token_kl(teacher_logits, model(x)).mean() + c.l1 * l1
 
 def validation(data, c, device):
     """The same windows every time, spread evenly over the text, batch by batch."""
@@ -648,11 +634,12 @@ def validation(data, c, device):
 def evaluate(model, data, c, device):
     """The loss without penalty and, in stage 2, the share of the pairs that is kept, and every
     coefficient, such as 0.window:32 in layer 0."""
+    c = replace(c, l1=0.0)
     total = rows = 0
     # in float32: with autocast to bfloat16 a student that equals its teacher has a KL of 3.7e-4
     with torch.autocast(device.type, enabled=False):
         for x, y in validation(data, c, device):
-            total += text_loss(model, x, y).item() * len(x)
+            total += loss_of(model, (x, y), c).item() * len(x)
             rows += len(x)
     figures = dict(val_loss=total / rows)
     if model.teacher:
@@ -664,8 +651,8 @@ def evaluate(model, data, c, device):
 
 CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
     'accuracy': ('>=', 0.95),  # its next-token accuracy / the teacher's
-    'cosine': ('>=', 0.95),    # between both gradients for all c_attn and c_proj, as one vector
-    'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and, by [choice], pairs j <= i
+    'cosine': ('>=', 0.95),    # of both gradients of [choice] cross-entropy for c_attn and c_proj
+    'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and [choice] pairs j <= i
     'kl': ('<=', 1e-3),        # KL(teacher || student) in nats, mean over tokens
 }
 
@@ -897,13 +884,7 @@ def report(c, model, log):
 
 PROMPTS = [  # the report's
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
-    'The future of artificial intelligence',
-    'In the year 2157, humanity had finally perfected interstellar travel. The first colony ship, '
-    'brimming with hope and thousands of eager settlers',
-    'The scientist stared at the glowing vial on the laboratory table, her fingers trembling with '
-    'anticipation. After years of relentless experimentation',
-    'The detective pushed open the heavy oak door, stepping into a room thick with the scent of '
-    'old books and something more sinister—fear']
+    'The future of artificial intelligence']
 
 def side_by_side(c, model, prompts):
     """How teacher and student continue each prompt, from the same seed, as text."""
@@ -915,12 +896,12 @@ def side_by_side(c, model, prompts):
         for name, net in (('teacher', model.teacher[0]), ('student', model)):
             torch.manual_seed(c.seed)
             out, size = net.generate(idx, c.new_tokens, c.temperature)
-            text = encoding.decode([t for t in out[0].tolist() if t < encoding.n_vocab])
+            text = encoding.decode(out[0].tolist())
             lines.append(f'\n{name}, with a cache of {size:,} bytes: {text}')
     return '\n'.join(lines)
 
 def sample(c):
-    """Teacher and student continue --prompt, or the report's seven prompts."""
+    """Teacher and student continue --prompt, or the report's short prompts."""
     c, model = load_run(c)
     text = side_by_side(c, model, [c.prompt] if c.prompt else PROMPTS)
     print(text)
@@ -935,26 +916,23 @@ def inspect_masks(c):
         folder = run_folder(case)
         model, log = train_to_end(case, folder)
         masks = [f'{kind}:{n}' for kind, n in candidates(case.masks)]
-        layers = {}
+        layers, found[name] = {}, []
         for i in range(len(model.h)):
-            layers[f'layer {i}'] = rows = [
-                dict(step=row['step'], layer=i, **{mask: row[f'{i}.{mask}'] for mask in masks})
-                for row in log]
+            rows = [dict(step=row['step'], layer=i, **{mask: row[f'{i}.{mask}'] for mask in masks})
+                    for row in log]
             print(f'coefficients in layer {i}: {show(rows[-1])}')
-        found[name] = [row for rows in layers.values() for row in rows]
+            layers[f'layer {i}'] = [rows]
+            found[name] += rows
         write_csv(folder / 'inspect.csv', found[name])
-        draw(folder / 'inspect.png', {label: [rows] for label, rows in layers.items()},
-             [('step', mask) for mask in masks])
+        draw(folder / 'inspect.png', layers, [('step', mask) for mask in masks])
     return found
 
 def compare_masks(c):
     """compare, and a picture of what the masks cost: KL over the share of pairs kept."""
     table = compare(with_teacher(c))
-    points = {}
-    for row in table:
-        figures = {**row, c.figure or RESULTS[0]: row['mean']}
-        points[row['case']] = [[dict(kept=figures['kept'], kl=figures['kl'])]]
-    draw(Path(c.out_dir, SCRIPT, 'kl_over_pairs.png'), points, [('kept', 'kl')])
+    if not c.figure:  # the mean is KL's
+        points = {row['case']: [[dict(kept=row['kept'], kl=row['mean'])]] for row in table}
+        draw(Path(c.out_dir, SCRIPT, 'kl_over_pairs.png'), points, [('kept', 'kl')])
     return table
 
 def peak(f, device):
@@ -976,8 +954,8 @@ def peak(f, device):
 
 def memory(c, T, device):
     """Peak memory of attention alone, and of a model with its (random) parameters, for a sequence
-    of T tokens in float32; also attention's time -> {what: [figure eager, sdpa, with masks]}.
-    Eager attention is the definition; sdpa PyTorch's fused kernel.  [MA Sec. 2.4]"""
+    of T tokens in float32; also attention's time -> {what: figure} for full attention as defined
+    (eager), for PyTorch's fused kernel (sdpa), and with masks.  [MA Sec. 2.4]"""
     model = GPT2(replace(c, block_size=T)).to(device)
     weights = sum(p.nbytes for p in model.parameters())
     i = torch.arange(T, device=device)
@@ -990,7 +968,7 @@ def memory(c, T, device):
         torch.autograd.grad(attn.attend(q, k, v, i, i).sum(), (q, k, v))
 
     def step():
-        text_loss(model, idx, idx).backward()
+        loss_of(model, (idx, idx), c).backward()
         model.zero_grad()
 
     def infer():
@@ -998,30 +976,29 @@ def memory(c, T, device):
             model(idx, last=True)
 
     timer = Timer('f()', globals=dict(f=attention), num_threads=torch.get_num_threads())
-    figures = {'attention, MiB': [], 'training step, MiB': [], 'inference, MiB': [],
-               'attention, ms': []}
+    found = []
     for fused, masks, reading in ((False, 'all', 'renormalised'), (True, 'all', 'renormalised'),
                                   (False, c.masks, c.reading)):
         for block in model.h:
             block.attn.fused, block.attn.masks, block.attn.reading = fused, masks, reading
-        figures['attention, MiB'].append(peak(attention, device) / 2**20)
-        figures['training step, MiB'].append((peak(step, device) + weights) / 2**20)
-        figures['inference, MiB'].append((peak(infer, device) + weights) / 2**20)
-        figures['attention, ms'].append(1000 * timer.timeit(3).mean)
-    return figures
+        found.append({'attention, MiB': peak(attention, device) / 2**20,
+                      'training step, MiB': (peak(step, device) + weights) / 2**20,
+                      'inference, MiB': (peak(infer, device) + weights) / 2**20,
+                      'attention, ms': 1000 * timer.timeit(3).mean})
+    return found
 
 def scaling(c):
-    """Memory and time of a model with the sizes that the flags say -> {length: figures}."""
+    """Memory and time of a model with the sizes that the flags say -> {length: its memory()}."""
     c = replace(c, vocab_size=c.vocab_size or 256)
     device, _ = pick_device(c)
     found = {}
     for T in map(int, c.lengths.split(',')):
-        found[T] = memory(c, T, device)
+        eager, sdpa, masks = found[T] = memory(c, T, device)
         print(f'\n{T:5} tokens{"":15}eager{"":6}sdpa{"":5}masks   30 % of the memory saved?')
-        for name, (eager, sdpa, masks) in found[T].items():
-            line = f'{name:20}{eager:10.1f}{sdpa:10.1f}{masks:10.1f}'
+        for name in eager:
+            line = f'{name:20}{eager[name]:10.1f}{sdpa[name]:10.1f}{masks[name]:10.1f}'
             if 'MiB' in name:
-                saved = 1 - masks / eager
+                saved = 1 - masks[name] / eager[name]
                 line += f'{saved:9.0%} less, ' + ('PASS' if saved >= 0.3 else 'FAIL')
             print(line)
         print('No mask saves the weights or, in a training step, the logits and their gradient, '

@@ -1497,7 +1497,7 @@ def test_mask_readings_by_their_formulas():
     q, k, v = qkv(1, 2, 12, 3)
     for masks, M in mask_matrices(12).items():
         alpha = torch.linspace(-2, 1.5, len(M), dtype=torch.float64, device=DEVICE)
-        log_c = mask.coefficients(alpha)
+        log_c = mask.log_coefficients(alpha)
         for reading in mask.READINGS:
             if reading in ('renormalised', 'unnormalised', 'separate'):  # not a row of your own
                 want = mask_slowly(reading, q, k, v, M, alpha.sigmoid())
@@ -1509,9 +1509,9 @@ def test_mask_readings_by_their_formulas():
 def test_mask_gradients():
     inputs = [t.requires_grad_() for t in (*qkv(1, 2, 5, 2), qkv(3)[0])]
     for reading in mask.READINGS:
-        dense = lambda q, k, v, alpha: DENSE(q, k, v, 'windows', mask.coefficients(alpha), reading)
+        dense = lambda q, k, v, alpha: DENSE(q, k, v, 'windows', mask.log_coefficients(alpha), reading)
         assert torch.autograd.gradcheck(dense, inputs), reading
-    blocked = lambda q, k, v, alpha: BLOCKED(q, k, v, 'windows', mask.coefficients(alpha))
+    blocked = lambda q, k, v, alpha: BLOCKED(q, k, v, 'windows', mask.log_coefficients(alpha))
     assert torch.autograd.gradcheck(blocked, inputs)
 
 def test_mask_no_row_is_empty():
@@ -1548,9 +1548,9 @@ def test_mask_small_coefficients():
     """A mask below a thousandth of the largest is closed; only ratios count, also where c
     underflows."""
     q, k, v = qkv(1, 2, 12, 4)
-    opened = mask.coefficients(torch.tensor([0.0, -7.5, -7.7])).isfinite().tolist()
+    opened = mask.log_coefficients(torch.tensor([0.0, -7.5, -7.7])).isfinite().tolist()
     assert opened == [True, True, False], opened  # 1 / 905 and 1 / 1105 of the first
-    closed = mask.coefficients(torch.tensor([-20.0, 3.0], device=DEVICE))
+    closed = mask.log_coefficients(torch.tensor([-20.0, 3.0], device=DEVICE))
     far = torch.tensor([-200.1, -200.5, -201.0], device=DEVICE)
     for f in (DENSE, BLOCKED):
         close(f(q, k, v, 'window:3+first:1', closed), f(q, k, v, 'first:1'), 1e-6)
@@ -1716,8 +1716,7 @@ def test_mask_memory():
     c = mask_config(n_head=4, n_embd=64, vocab_size=20_000, masks='window:64+sinks:4', device='cpu')
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        figures = mask.scaling(c)
-    eager, sdpa, masks = figures[1024]['attention, MiB']
+        eager, sdpa, masks = [way['attention, MiB'] for way in mask.scaling(c)[1024]]
     assert 32 < eager < 128, eager  # the scores of four heads alone are 16 MiB
     assert masks < 0.3 * eager and sdpa < 0.3 * eager, (eager, sdpa, masks)
     assert 'PASS' in out.getvalue() and 'FAIL' in out.getvalue(), out.getvalue()
@@ -1731,7 +1730,7 @@ def test_mask_two_stages(tmp_path):
     result, log = end.result, end.result['log']
     assert 'step 29/30' not in end.out and log[-1]['val_loss'] < 0.7 * log[0]['val_loss'], end.out
     close(result['kl'], result['val_loss'], 1e-6)
-    refuse(mask, ['student'], *flags, '--init', result['folder'] / 'ckpt.pt')
+    refuse(mask, ['alpha'], *flags, '--init', result['folder'] / 'ckpt.pt')
     last = ['--out-dir', tmp_path / 'out', '--device', DEVICE, '--run', result['folder']]
     texts = done(mask, 'sample', *last, '--new-tokens', 5)
     assert all(prompt in texts for prompt in mask.PROMPTS), texts
@@ -1785,7 +1784,6 @@ def test_mask_report004():
     for name, good, bad in (('accuracy', 0.95, 0.94), ('cosine', 0.95, 0.94), ('mse', 1e-4, 2e-4),
                             ('kl', 1e-3, 2e-3)):
         assert mask.passes(name, good) and not mask.passes(name, bad), name
-    assert zlib.crc32('\n'.join(mask.PROMPTS).encode()) == 2326627579 and len(mask.PROMPTS) == 7
 
 # ------------------------------------ prepare_data.py ------------------------------------
 PROSE = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
