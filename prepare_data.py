@@ -49,12 +49,13 @@ PAUSE = 2.0         # seconds between them
 TIMEOUT = (10, 60)  # seconds to connect, and between bytes
 # one host refuses library user agents; a compressed answer could not be resumed
 HEADERS = {'User-Agent': 'Mozilla/5.0 (X11; Linux x86_64)', 'Accept-Encoding': 'identity'}
-SAID = [0.0]        # when tell() last printed
+told = 0.0          # when tell() last printed
 
 def tell(line):
     """Print progress, every five seconds at most."""
-    if time.time() - SAID[0] > 5:
-        SAID[0] = time.time()
+    global told
+    if time.time() - told > 5:
+        told = time.time()
         print(line, flush=True)
 
 def file_hash(path, kind='sha256'):
@@ -103,22 +104,22 @@ def download(urls, path, size, digest):
     """Get `path` from the first of `urls` that has it; .part keeps what came, to resume from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + '.part')
-    tries = ATTEMPTS * urls  # [a, b, a, b, ...]
-    while tries:
-        url = tries.pop(0)
-        try:
-            fetch(url, part, size)
-        except requests.RequestException as error:
-            wrong = f'{type(error).__name__} {error}'
-        else:
+    for url in urls:
+        for _ in range(ATTEMPTS):
+            try:
+                fetch(url, part, size)
+            except requests.RequestException as error:
+                wrong = f'{type(error).__name__} {error}'
+                print(f'{url}: {wrong}')
+                time.sleep(PAUSE)
+                continue
             wrong = what_is_wrong(part, size, digest)
             if not wrong:
                 os.replace(part, path)
                 return
+            print(f'{url}: {wrong}')
             part.unlink()
-            tries = [other for other in tries if other != url]  # it would send the same again
-        print(f'{url}: {wrong}')
-        time.sleep(PAUSE)
+            break  # it would send the same again
     fail(f'{url}: {wrong}; run this again to resume, or get {path.name} and pass --from FILE')
 
 # ------------------------------------ tokens ------------------------------------
@@ -372,12 +373,23 @@ def gather(args, files, paths):
 
 def install(meta, out, folder):
     """Move what is in the folder `out` to its place, meta.json last."""
-    (out / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
     (folder / 'meta.json').write_text('')  # old and new files never pass as one dataset
-    for path in sorted(out.iterdir(), key=lambda path: path.name == 'meta.json'):
+    for path in list(out.iterdir()):
         if path.is_dir():
             shutil.rmtree(folder / path.name, ignore_errors=True)
         os.replace(path, folder / path.name)
+    (out / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
+    os.replace(out / 'meta.json', folder / 'meta.json')
+
+def prepare_weights(args, files, path):
+    """Put one file, as it is, at this path."""
+    found, = gather(args, files, [path])
+    if found != path:  # --from
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found, f'{path}.part')
+        os.replace(f'{path}.part', path)
+    print(f'{path}: {path.stat().st_size:,} bytes')
+    return {'file': str(path)}
 
 def prepare(args):
     """Make data/NAME what the arguments ask for -> its meta.json."""
@@ -386,14 +398,7 @@ def prepare(args):
     if not args.verify:
         files = [(None, None, *file[2:]) for file in files]
     if kind == 'weights':
-        path = args.data_dir / 'weights' / convert
-        found = gather(args, files, [path])[0]
-        if found != path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found, f'{path}.part')
-            os.replace(f'{path}.part', path)
-        print(f'{path}: {path.stat().st_size:,} bytes')
-        return {'file': str(path)}
+        return prepare_weights(args, files, args.data_dir / 'weights' / convert)
     tokenizer = kind or args.tokenizer
     source = files[0][2]
     note = f' and {len(files) - 1} more' if len(files) > 1 else ''
