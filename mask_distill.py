@@ -877,7 +877,7 @@ def report(c, model, log):
     text += (f'\nresult  {figures["kept"]:.0%} of the pairs give {figures["accuracy"]:.3f} of the '
              f'accuracy; {figures["passed"]} of {len(CRITERIA)} criteria pass')
     if figures['passed'] < len(CRITERIA):
-        text += '; at the defaults, --masks window:96+sinks:4 keeps 95 % and passes all'
+        text += '; at the defaults, --masks window:96+sinks:4 keeps 95 % and passes'
     text += (f'\n        perplexity {figures["perplexity"]:.3f}, '
              f'the teacher\'s {figures["teacher_perplexity"]:.3f}\n')
     return text + side_by_side(c, model, PROMPTS[:2]), {}
@@ -920,7 +920,7 @@ def inspect_masks(c):
         for i in range(len(model.h)):
             rows = [dict(step=row['step'], layer=i, **{mask: row[f'{i}.{mask}'] for mask in masks})
                     for row in log]
-            print(f'coefficients in layer {i}: {show(rows[-1])}')
+            print(f'coefficients: {show(rows[-1])}')
             layers[f'layer {i}'] = [rows]
             found[name] += rows
         write_csv(folder / 'inspect.csv', found[name])

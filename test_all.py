@@ -1646,6 +1646,18 @@ def test_mask_loss():
         logits = mask.GPT2(mask_config()).to(DEVICE)(idx[:, :16] % 40)
         assert logits.dtype == torch.float32, logits.dtype
 
+def test_mask_evaluation_in_float32():
+    """A student that equals its teacher has KL 0 under bfloat16 too; a KL of nan is no 0."""
+    c = mask_config(n_embd=32, masks='all', eval_rows=4, init='x')
+    teacher = fill(mask.GPT2(c)).requires_grad_(False).to(DEVICE)
+    data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
+    model = mask.substitute(teacher, c)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        close(mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss'], 0, 1e-7)
+    model.h[0].attn.c_proj.bias.data[0] = math.nan
+    loss = mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss']
+    assert math.isnan(loss), loss
+
 def test_mask_one_graph():
     """--compile turns a student's step into one graph, whatever the masks mean."""
     teacher, idx = mask_golden_model()
@@ -1755,8 +1767,14 @@ def test_mask_no_old_teacher(tmp_path):
     (tmp_path / 'init.pt').write_bytes(b'b')
     assert mask.run_folder(c) != before
     (tmp_path / 'text.txt').write_text(TEXT + 'a')
-    end = run(mask, 'compare', *flags, '--over', 'masks=window:2,window:4', '--seeds', '0,1')
+    cases = ['compare', *flags, '--over', 'masks=window:2,window:4']
+    end = run(mask, *cases, '--seeds', '0,1', '--figure', 'kept')
     assert end.out.count('step 5/5: loss') == 1, end.out
+    close([row['mean'] for row in end.result], [31 / 136, 58 / 136], 1e-6)
+    teacher, = {path for path in tmp_path.glob('out/*/teacher*/ckpt.pt')
+                if path.parent.name in end.out}
+    again = run(mask, 'compare', *flags, '--over', f'init={teacher},{teacher}', '--seeds', '0')
+    assert again.code == 0 and 'stage 1' not in again.out, again.out + again.err
 
 def test_mask_l1_in_training(tmp_path):
     """The action inspect: L1 lets both alphas of 'first-all' fall, as the report saw."""
@@ -1774,10 +1792,12 @@ def test_mask_mistakes(tmp_path):
     for bad in (3, -1):
         refuse(mask, ['--n-head'], *flags, '--n-head', bad)
     refuse(mask, ['block-size'], *flags, '--block-size', 5000)
+    for flag, bad in (('--lengths', '64,x'), ('--samples', -1), ('--temperature', -0.1)):
+        refuse(mask, [flag, str(bad)], 'criteria', *flags, flag, bad)
     refuse(mask, ['one teacher'], 'compare', *flags, '--over', 'n-layer=1,2')
 
 def test_mask_report004():
-    """1,000 samples of 512 tokens, 100 epochs, L1; the report's prompts and criteria."""
+    """1,000 samples of 512 tokens, 100 epochs, L1; the report's criteria."""
     c = mask.Config(**mask.PRESETS['report004'])
     has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
