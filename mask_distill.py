@@ -549,10 +549,9 @@ def load_gpt2(path, n_head=0):
     if not path.is_file():
         fail(f'--init {path}: no such file; `python prepare_data.py gpt2` downloads GPT-2. In a '
              'notebook, train(with_teacher(c)) trains a small one first')
-    if path.suffix == '.safetensors':
-        from safetensors.torch import load_file  # an optional package
     try:
         if path.suffix == '.safetensors':
+            from safetensors.torch import load_file  # an optional package
             saved = load_file(path)
         else:
             saved = load_checkpoint(path, own=False)
@@ -574,7 +573,7 @@ def load_gpt2(path, n_head=0):
         model.load_state_dict(state)
         return model
     except Exception as error:  # a damaged file, or a student: half a dozen kinds
-        fail(f'--init {path} is no GPT-2: {" ".join(str(error).split())[:150]}')
+        fail(f'--init {path} cannot be read as a GPT-2: {" ".join(str(error).split())[:150]}')
 
 def make_model(c, data):
     """A new teacher or, in stage 2, a copy of --init's with masks; its config has what teacher and
@@ -582,8 +581,7 @@ def make_model(c, data):
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
-    device, _ = pick_device(c)
-    teacher = load_gpt2(c.init, c.n_head).requires_grad_(False).eval().to(device)
+    teacher = load_gpt2(c.init, c.n_head).requires_grad_(False).eval().to(pick_device(c)[0])
     t = teacher.config
     V = getattr(data, 'vocab_size', t.vocab_size)
     if V != t.vocab_size or t.block_size < c.block_size:
@@ -1001,9 +999,7 @@ def scaling(c):
                 saved = 1 - masks[name] / eager[name]
                 line += f'{saved:9.0%} less, ' + ('PASS' if saved >= 0.3 else 'FAIL')
             print(line)
-        print('No mask saves the weights or, in a training step, the logits and their gradient, '
-              f'{8 * T * c.vocab_size / 2**20:.1f} MiB.\nsdpa, the fused kernel, stores no T x T '
-              'matrix either.')
+    print('sdpa, the fused kernel, stores no T x T matrix either; no mask saves weights or logits')
     return found
 
 def criteria(c):
