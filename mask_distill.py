@@ -288,8 +288,6 @@ class Config:
             value, least = getattr(self, name), 1 if name in POSITIVE else 0
             if value < least:
                 fail(f'--{name.replace("_", "-")} {value}: must be at least {least}')
-        if not all(word.isdecimal() for word in self.lengths.split(',')):
-            fail(f'--lengths {self.lengths}: needs numbers such as 1024,4096')
         candidates(self.masks)  # fails where there is no such mask
         if not self.init and self.n_embd % self.heads:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.heads}')
@@ -990,7 +988,7 @@ def scaling(c):
     c = replace(c, vocab_size=c.vocab_size or 256)
     device, _ = pick_device(c)
     found = {}
-    for T in map(int, c.lengths.split(',')):
+    for T in values_of('--lengths', c.lengths, int).values():
         eager, sdpa, masks = found[T] = memory(c, T, device)
         print(f'\n{T:5} tokens{"":15}eager{"":6}sdpa{"":5}masks   30 % of the memory saved?')
         for name in eager:

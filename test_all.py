@@ -1793,7 +1793,7 @@ def test_mask_mistakes(tmp_path):
         refuse(mask, ['--n-head'], *flags, '--n-head', bad)
     refuse(mask, ['block-size'], *flags, '--block-size', 5000)
     for flag, bad in (('--lengths', '64,x'), ('--samples', -1), ('--temperature', -0.1)):
-        refuse(mask, [flag, str(bad)], 'criteria', *flags, flag, bad)
+        refuse(mask, [flag, str(bad)], 'scaling', *flags, flag, bad)
     refuse(mask, ['one teacher'], 'compare', *flags, '--over', 'n-layer=1,2')
 
 def test_mask_report004():
