@@ -277,7 +277,7 @@ class Config:
     best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
     final_seeds: str = ''          # compare --best: other seeds to judge the choice
     from_csv: str = ''             # compare: tabulate these runs.csv files, A,B, not training
-    figure: str = ''               # compare: the figure to test, e.g. mean_loss; default: the result
+    figure: str = ''               # compare: what to test, e.g. mean_loss; default: the result
     rounds: int = 20               # bench
 
     def __post_init__(self):
@@ -483,8 +483,8 @@ def read_text(c):
         train = ''.join(text for i, text in enumerate(texts) if i % 10 < 9)
         return train, ''.join(texts[9::10])
     if not Path(c.data).is_file():
-        fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` makes one, or, without a name, lists what there is')
+        fail(f'--data {c.data}: no such file, no folder data/{c.data}; `python prepare_data.py '
+             f'{c.data}` makes one, or, without a name, lists what there is')
     try:
         text = Path(c.data).read_text('utf-8-sig')
     except UnicodeDecodeError:
