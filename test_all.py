@@ -438,9 +438,10 @@ def test_gpt_mask_data(tmp_path):
         refuse(gpt, words[:1], *tiny(gpt, tmp_path, '--data', tmp_path, *words))
     # every tenth file of Python's own is to validate on
     files = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))
-    train, val = gpt.read_text(gpt.Config())
     ninth = files[9].read_text('utf-8')
-    assert ninth in val and ninth not in train
+    for script in (gpt, mask):
+        train, val = script.read_text(script.Config())
+        assert ninth in val and ninth not in train, script.SCRIPT
 
 def test_gpt_mask_batches():
     """Every variant sees the same windows; step, micro-batch and seed give others."""
@@ -1648,16 +1649,24 @@ def test_mask_loss():
         assert logits.dtype == torch.float32, logits.dtype
 
 def test_mask_evaluation_in_float32():
-    """A student that equals its teacher has KL 0 under bfloat16 too; a KL of nan is no 0."""
-    c = mask_config(n_embd=32, masks='all', eval_rows=4, init='x')
+    """A student that equals its teacher has KL 0 under bfloat16 too, and its text; a KL of nan is
+    no 0; every window counts alike."""
+    c = mask_config(vocab_size=256, masks='all', eval_rows=4, batch_size=3, l1=1.0, new_tokens=9)
     teacher = fill(mask.GPT2(c)).requires_grad_(False).to(DEVICE)
     data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
+    def val_loss(model):
+        return mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss']
     model = mask.substitute(teacher, c)
     with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
-        close(mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss'], 0, 1e-7)
+        close(val_loss(model), 0, 1e-7)
+    texts = mask.side_by_side(c, model, ['a']).split('\nstudent')
+    first, second = [text.partition(': ')[2].strip() for text in texts]
+    assert first == second != '', (first, second)
+    near = mask.substitute(teacher, dataclasses.replace(c, masks='window:2'))
+    x = torch.cat([x for x, _ in mask.validation(data, c, DEVICE)])
+    close(val_loss(near), mask.token_kl(teacher(x), near(x)).mean(), 1e-6)
     model.h[0].attn.c_proj.bias.data[0] = math.nan
-    loss = mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss']
-    assert math.isnan(loss), loss
+    assert math.isnan(val_loss(model)), val_loss(model)
 
 def test_mask_one_graph():
     """--compile turns a student's step into one graph, whatever the masks mean."""
@@ -1754,6 +1763,10 @@ def test_mask_two_stages(tmp_path):
 def test_mask_no_old_teacher(tmp_path):
     """--fresh, an edited script and other data train the teacher anew; --reuse says it does not.
     A comparison has one teacher."""
+    student = dict(masks='last5', reading='separate', learn='alphas', l1=1.0, alpha_lr=0.1,
+                   samples=9, max_iters=3, learning_rate=1.0, min_lr=0.5, schedule='constant',
+                   warmup_iters=1, warmdown_iters=3, grad_clip=0.5)
+    assert mask.stage_1(mask_config(**student)) == mask.stage_1(mask_config())
     flags = tiny(mask, tmp_path)
     done(mask, *flags)
     assert 'step 5/5: loss' not in run(mask, *flags).out
