@@ -1480,6 +1480,7 @@ def mask_matrices(T):
              'first-all': [first(1), j <= i],
              'window:64+sinks:4': [window(64), first(4) & ~window(64)],
              'window:3+sinks:2': [window(3), first(2) & ~window(3)],
+             'first:3+window:2+sinks:1': [first(3), window(2), first(1) & ~window(2)],
              'offset:1+first:2': [offset(1), first(2)]}
     return {masks: torch.stack(own).double().tril() for masks, own in found.items()}
 
