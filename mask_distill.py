@@ -715,7 +715,7 @@ def stage_1(c):
 
 def with_teacher(c):
     """Stage 1 of 2 -> c with its teacher, the one that --init names or one trained here."""
-    varied = [spec.partition('=')[0] for spec in c.over]  # may be seed, block_size, data
+    varied = [spec.partition('=')[0].replace('-', '_') for spec in c.over]  # seed, data may be
     for field in ('tokenizer', 'n_layer', 'n_head', 'n_embd', 'vocab_size', 'teacher_iters',
                   'teacher_lr', 'weight_decay'):
         if field in varied:
