@@ -1739,7 +1739,10 @@ def test_mask_memory():
     c = mask_config(n_head=4, n_embd=64, vocab_size=20_000, masks='window:64+sinks:4', device='cpu')
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        eager, sdpa, masks = [way['attention, MiB'] for way in mask.scaling(c)[1024]]
+        ways = mask.scaling(c)[1024]
+    eager, sdpa, masks = [way['attention, MiB'] for way in ways]
+    weights = sum(p.nbytes for p in mask.GPT2(c).parameters()) / 2**20
+    assert ways[1]['inference, MiB'] > weights + 1, (ways[1], weights)
     assert 32 < eager < 128, eager  # the scores of four heads alone are 16 MiB
     assert masks < 0.3 * eager and sdpa < 0.3 * eager, (eager, sdpa, masks)
     assert 'PASS' in out.getvalue() and 'FAIL' in out.getvalue(), out.getvalue()
