@@ -1210,8 +1210,8 @@ def draw(path, logs, panels, levels={}, results={}):
                     rows = [row for row in log if name in row and row.get('step') != 0]  # far off
                     axis.plot([row[x] for row in rows], [row[name] for row in rows], line,
                               color=f'C{i}')
-        for label, y in levels.items() if METRIC in names else ():
-            axis.axhline(y, color='grey', linestyle=':', label=label)
+        for (label, y), line in zip(levels.items() if METRIC in names else (), (':', '--')):
+            axis.axhline(y, color='grey', linestyle=line, label=label)
         axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
                  title=', dashed: '.join(names))
         axis.grid(alpha=0.3)
@@ -1315,7 +1315,8 @@ def load_run(c):
     if not c.run and not (out / 'last').exists():
         fail(f'no run in {out}: train first, or name a folder with --run')
     saved = load_checkpoint(Path(c.run or out / (out / 'last').read_text(), 'best.pt'))
-    c = replace(c, **dict(settings(Config(**saved['config'])), seed=c.seed))
+    kept = {name: x for name, x in saved['config'].items() if name in settings(c)}
+    c = replace(c, **{**kept, 'seed': c.seed})
     model = make_model(c, None).to(pick_device(c)[0])
     model.load_state_dict(saved['model'])
     return c, model.eval()

@@ -2009,6 +2009,29 @@ def test_commands_in_the_texts():
             seen += 1
     assert seen > 30, seen
 
+def test_tables_of_the_record(tmp_path):
+    """Each table of results.md under `compare --from-csv` is what that prints, and intervals and
+    other figures of README and of the claims stand in such a table, or at least in results.md."""
+    readme, results = [(HERE / name).read_text('utf-8') for name in ('README.md', 'assets/results.md')]
+    command = r'    python (\w+)\.py (compare --from-csv .*)\n\n```text\n(.*?)\n```'
+    intervals, seen = set(), 0
+    for name, flags, table in re.findall(command, results, re.S):
+        flags = flags.replace('assets/', f'{HERE.as_posix()}/assets/')
+        end = run(importlib.import_module(name), *shlex.split(flags), '--out-dir', tmp_path)
+        printed = [line for line in end.out.strip().splitlines() if 'picture' not in line]
+        for ours, theirs in zip(table.splitlines(), printed, strict=True):
+            assert ours == theirs, f'{flags}: results.md has\n{ours}\nand the csv gives\n{theirs}'
+        for line in end.result:
+            low, high = line['diff'] - line['interval'], line['diff'] + line['interval']
+            intervals |= {f'{low:+.3f} to {high:+.3f}', f'{100 * low:+.1f} to {100 * high:+.1f}'}
+        seen += 1
+    assert seen > 5 and results.count('compare --from-csv') == seen, seen
+    for text in (readme, results):
+        claimed = re.findall(r'[+-][\d.]+ to [+-][\d.]+', text.replace('\N{MINUS SIGN}', '-'))
+        assert claimed and set(claimed) <= intervals, set(claimed) - intervals
+    figures = set(re.findall(r'(?<![\d.])\d\.\d\d+(?![\d.])', readme.partition('## Use it')[0]))
+    assert figures <= set(re.findall(r'\d\.\d\d+', results)), figures
+
 def test_streams_have_names():
     """[1, 7] and [1, 7, 0] are one seed to NumPy: what is drawn for different ends has a name."""
     for script in (vit, detr, mask):
