@@ -1599,7 +1599,7 @@ def describe(c, model):
     device, dtype = pick_device(c)
     machine = platform.processor() or platform.machine()
     if device.type == 'cuda':
-        machine = torch.cuda.get_device_name(device)
+        machine = f'cuda {torch.cuda.get_device_capability()}'
     elif Path('/proc/cpuinfo').exists():  # Linux
         lines = Path('/proc/cpuinfo').read_text().splitlines()
         machine = next((x.partition(': ')[2] for x in lines if x.startswith('model name')), machine)
