@@ -1058,6 +1058,8 @@ def compare(c):
             train_all(best, final.values(), 'judging', folder / 'runs.csv', rows)
         rows = [row for row in rows if row['case'] in chosen]
     judging = [row for row in rows if row['role'] == 'judging']
+    if not judging:
+        fail('all of these runs chose, and none judges yet')
     table = tabulate(judging, c.figure or RESULTS[0])
     logs = {line['case']: [] for line in table}
     for row in judging:
