@@ -279,8 +279,11 @@ def test_gpt_x_transformers():
         16, dim_head=4, heads=4, causal=True, flash=False, orthog_projected_values=True,
         orthog_projected_values_per_head=True).double().to(DEVICE)
     ours = gpt_model(attention='belief-star', n_head=4).transformer.h[0].attn
-    ours.c_attn.weight.data = torch.cat([x.weight for x in (theirs.to_q, theirs.to_k, theirs.to_v)])
-    ours.c_proj.weight.data, ours.c_proj_s.weight.data = theirs.to_out.weight.data.split(16, dim=1)
+    to_out, to_out_s = theirs.to_out.weight.data.split(16, dim=1)
+    ours.c_attn.weight.data.copy_(
+        torch.cat([x.weight for x in (theirs.to_q, theirs.to_k, theirs.to_v)]))
+    ours.c_proj.weight.data.copy_(to_out)
+    ours.c_proj_s.weight.data.copy_(to_out_s)
     def project(x, y):
         return x - (x * y).sum(-1, True) / (y * y).sum(-1, True) * y
     x, _, _ = qkv(2, 9, 16)
