@@ -1138,9 +1138,10 @@ def tabulate(rows, figure):
         for name in others:
             line[name] = np.mean([run.get(name, math.nan) for run in runs.values()])
         table.append(line)
-        numbers = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'
-        print(f'{case:24}' + numbers.format(**line).replace('nan', '  -')
-              + ''.join(f' {line[name]:{max(9, len(name))}.4g}' for name in others))
+        text = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'.format(**line)
+        for name in others:
+            text += f' {line[name]:{max(9, len(name))}.4g}'
+        print(f'{case:24}' + text.replace('nan', '  -'))
     return table
 
 def bench(c):
