@@ -112,6 +112,10 @@ def refuse(script, words, *argv):
     assert end.code == 2 and end.err.count('\n') == 1, (argv, end.code, end.err)
     assert all(word in end.err for word in words), (argv, words, end.err)
 
+def printed_by(end):
+    """Lines of a command's output, without those on pictures and presets."""
+    return [line for line in end.out.splitlines() if not line.startswith(('picture', 'no ', 'note'))]
+
 def wants(package):
     """A decorator: skip the test where this package is missing."""
     return unittest.skipUnless(importlib.util.find_spec(package), f'{package} is not installed')
@@ -2021,8 +2025,7 @@ def test_tables_of_the_record(tmp_path):
     for name, flags, table in re.findall(command, results, re.S):
         flags = flags.replace('assets/', f'{HERE.as_posix()}/assets/')
         end = run(importlib.import_module(name), *shlex.split(flags), '--out-dir', tmp_path)
-        printed = [line for line in end.out.strip().splitlines() if 'picture' not in line]
-        for ours, theirs in zip(table.splitlines(), printed, strict=True):
+        for ours, theirs in zip(table.splitlines(), printed_by(end)[1:], strict=True):
             assert ours == theirs, f'{flags}: results.md has\n{ours}\nand the csv gives\n{theirs}'
         for line in end.result:
             low, high = line['diff'] - line['interval'], line['diff'] + line['interval']
@@ -2502,7 +2505,7 @@ def test_compare_at_best(tmp_path):
         runs, = tmp_path.glob('*/compare-*/runs.csv')
         again = run(gpt, 'compare', '--from-csv', runs, '--best', 'learning_rate', *flags[-2:])
         tables = out[out.index('\nval_loss, mean over'):].splitlines()
-        found = [line for line in again.out.splitlines() if 'picture' not in line]
+        found = printed_by(again)
         assert len(found) > 14 and set(found) <= set(tables), set(found) - set(tables)
         losses = done(gpt, 'compare', '--from-csv', runs, '--figure', 'mean_loss', *flags[-2:])
         close(losses[0]['diff'], 0, 0)
