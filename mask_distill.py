@@ -1008,11 +1008,11 @@ def criteria(c):
 
 # ------------------------------------ tools ------------------------------------
 # --- tools (identical in all four scripts; test_all.py checks)
-FILE = fail.__code__.co_filename        # of this script, or of a notebook's cell
+FILE = fail.__code__.co_filename            # of this script, or of a notebook's cell
 FOLDER = Path(FILE).resolve().parent
-linecache.checkcache(FILE)              # forget an older text of it
-SOURCE = ''.join(linecache.getlines(FILE))
-CORES = torch.get_num_threads()         # PyTorch's default number of threads
+linecache.checkcache(FILE)                  # forget an older text of it
+SOURCE = ''.join(linecache.getlines(FILE))  # as it was loaded
+CORES = torch.get_num_threads()             # PyTorch's default number of threads
 
 def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -1145,7 +1145,7 @@ def sources():
     files = {x.__code__.co_filename for x in functions if inspect.isfunction(x)}
     files |= {getattr(x, '__file__', None) or '' for x in things if inspect.ismodule(x)}
     texts = {SOURCE}
-    for file in files:
+    for file in files - {FILE}:
         if Path(file).resolve().parent == FOLDER or not Path(file).exists():  # no file: a cell
             texts.add(''.join(linecache.getlines(file)))
     return sorted(texts - {''})

@@ -2456,9 +2456,12 @@ def test_notebook_cells_count(tmp_path):
             patch.object(gpt, 'own', own, create=True):
         for text in ('a = 1', 'a = 2'):
             (tmp_path / 'own.py').write_text(text)
-            linecache.clearcache()
+            linecache.checkcache()
             folders.append(gpt.run_folder(c))
     assert folders[-2] != folders[-1], folders
+    entry = linecache.cache[gpt.FILE]  # the file is edited, what has been loaded is not
+    with patch.dict(linecache.cache, {gpt.FILE: (*entry[:2], ['# edited'], entry[3])}):
+        assert gpt.run_folder(c) == folders[0]
 
 def test_student():
     """Student's intervals and p: the textbook's 5 % points, and 5 % over four tests."""
