@@ -23,7 +23,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     [OA Sec. 3]    x^5 / sum |x^5|; random tokens; x_ii = 0                sharpen, dictionary,
                                                                            without_own
 
-    python admm_detr.py                                # train: six minutes on a CPU, no network
+    python admm_detr.py                                # train: four minutes on a CPU, no network
     python admm_detr.py --cross-attention softmax      # the baseline
     python admm_detr.py detect --images photo.jpg      # what the last run finds in photos
     python admm_detr.py inspect                        # where the decoder looks: OA's Fig. 1
@@ -33,8 +33,8 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     python admm_detr.py --preset finetune              # detr-r50 with its attention replaced
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
 
-The first ends at AP 0.720, AP50 0.948 on 200 drawings (on another CPU 0.674, 0.925); the means over
-16 other seeds are 0.651 and 0.900, for the second 0.681 and 0.918 (2000 steps, one CPU thread).
+The first ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread). By other seeds it
+varies: assets/results.md has them, and softmax's.
 The default solves (2) made easier: [choice] a ridge term, x >= 0, centred tokens, x^3 for x^5. As
 OA has it, it hardly learns.
 
