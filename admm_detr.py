@@ -33,8 +33,8 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
     python admm_detr.py --preset finetune              # detr-r50 with its attention replaced
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
 
-The first ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread); assets/results.md
-has other seeds, and softmax's.
+The first ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread);
+assets/results.md has other seeds, and softmax's.
 The default solves (2) made easier: [choice] a ridge term, x >= 0, centred tokens, x^3 for x^5. As
 OA has it, it hardly learns.
 
