@@ -2376,7 +2376,7 @@ def test_mistakes(tmp_path):
         refuse(script, ['--final-seeds'], 'compare', *flags, '--final-seeds', '1')
         refuse(script, ['seeds', 'a,b'], 'compare', *flags, '--seeds', 'a,b')
         refuse(script, ['--device gpu'], *flags, '--device', 'gpu')
-        with patch('torch.cuda.is_available', lambda: False):
+        if not torch.cuda.is_available():
             refuse(script, ['--device cuda'], *flags, '--device', 'cuda')
         with patch.object(script, 'WORLD', 2):
             refuse(script, ['--batch-size 3', '2 processes'], '--batch-size', 3)
