@@ -2653,7 +2653,7 @@ def soak_saves(script, path, argv, rng, n=50):
 def soak_full_disk(script, path, argv, rng, n=10):
     with interrupted(script, 50):
         run(script, *argv)
-    file, = path.glob('out/*/*/ckpt.pt')
+    file, = [p for p in path.glob('out/*/*/ckpt.pt') if 'teacher' not in p.parent.name]
     for i in range(n):
         code, err = outcome(lambda: script.main(argv), limit=file.stat().st_size * i // n)
         assert (code, err.count('\n'), script.load_checkpoint(file)['progress'][0]) == (2, 1, 50)
