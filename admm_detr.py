@@ -35,8 +35,7 @@ differentiable and linear in the number of tokens, with one d x d Cholesky facto
 
 The first ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread);
 assets/results.md has other seeds, and softmax's.
-The default solves (2) made easier: [choice] a ridge term, x >= 0, centred tokens, x^3 for x^5. As
-OA has it, it hardly learns.
+The default solves (2) made easier: [choice] a ridge term, x >= 0, centred tokens, x^3 for x^5.
 
 What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
 those without (its values); the same for both (--solve-over value) nearly gives back the query. No
@@ -265,7 +264,7 @@ class Config:
     rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
     power: int = 3                 # raise coefficients to it, normalise; 0: do neither; OA has 5
     random_tokens: int = 0         # [OA Sec. 3]; for -printed, 0 means 32
-    # [choice] not OA's, which hardly learns in cross-attention (see assets/results.md):
+    # [choice] not OA's: they make an easier problem (see assets/results.md)
     ridge: float = 3.0             # + e ||x||^2, an elastic net: steadier where tokens are alike
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
     centre: bool = True            # tokens less their mean, which is most of K^T K and says little

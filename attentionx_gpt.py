@@ -724,10 +724,12 @@ def inspect_layers(c):
     _, log = train_to_end(c, folder)
     layers = {}
     for i in range(c.n_layer):
-        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
+        own, rows = f'{i}.', []
+        for row in log:
+            figures = {name.removeprefix(own): x for name, x in row.items() if name.startswith(own)}
+            rows.append(dict(step=row['step'], **figures))
         layers[f'layer {i}'] = [rows]
-        ends = {name: x for name, x in rows[-1].items() if f'{i}.{name}' in log[-1]}
-        print(f'layer {i}: {show(ends)}')
+        print(f'layer {i}: {show(figures)}')
     print(diagnose.__doc__.partition('\n\n')[2].rstrip())
     draw(folder / 'inspect.png', layers, [
         ('step', 'mh', 'update'), ('step', 'mh_out', 'update_out'),
