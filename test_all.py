@@ -509,6 +509,8 @@ def test_gpt_diagnose():
     out = block.attn.c_proj(delta) + block.attn.c_proj_s(delta_s)
     close(block.attn(block.ln_1(x)), out, 1e-12)
     got = gpt.diagnose(net, idx)[1]
+    mh, v = [t.transpose(1, 2).flatten(2) for t in (gpt_weights(q, k) @ v, v)]  # (B, T, C)
+    close(got['alpha'], ((mh * v).sum(-1) / v.square().sum(-1)).mean(), 1e-6)
     close(got['update'], delta.norm(dim=-1).mean(), 1e-6)
     update_out = block.attn.c_proj(delta)  # Delta's part alone
     close(got['update_out'], update_out.norm(dim=-1).mean(), 1e-6)
@@ -2200,7 +2202,7 @@ def test_resume_bit_for_bit(tmp_path):
 def test_notebook_loop(tmp_path):
     """for step, model, log in train(c, folder, data): gradients, data and a folder of one's own."""
     with QUIET:
-        _, c = gpt.parse(tiny(gpt, tmp_path, '--data', 'is-not-read', '--vocab-size', '50'))
+        _, c = gpt.parse(tiny(gpt, tmp_path, '--data', 'is-not-read'))
         data = types.SimpleNamespace(train=np.arange(999) % 50, val=np.arange(99) % 50)
         where = str(tmp_path / 'mine')
         for step, model, log in gpt.train(c, where, data):
@@ -2208,14 +2210,18 @@ def test_notebook_loop(tmp_path):
             assert (len(norms) > 0) == (step > 0), step
             assert step == 0 or torch.stack(norms).norm() <= 1.0001  # clipped
         assert [row['step'] for row in log] == [0, 3, 6]
+        assert model.config.vocab_size == 50, model.config.vocab_size  # the data's tokens
         steps = [step for step, _, _ in gpt.train(c, where, data)]
         assert steps == [6], steps  # it is finished
     data.train = data.train[::-1].copy()  # other data are another run
     refuse(types.SimpleNamespace(main=lambda _: [*gpt.train(c, where, data)]), ['another folder'])
     x, y = data.train, data.val  # also deep in them
     names = {gpt.run_folder(c, types.SimpleNamespace(train=x, val=val)) for val in (
-        x, y, [y], dict(a=y), dict(b=y), types.SimpleNamespace(a=x), '1')}
-    assert len(names) == 7, names
+        x, y, [y], dict(a=y), dict(b=y), '1')}
+    long = np.zeros((2, 5000))  # its middle is not in what it prints
+    long[1, 2500] = 1
+    names |= {gpt.run_folder(c, types.SimpleNamespace(a=types.SimpleNamespace(b=z))) for z in long}
+    assert len(names) == 8, names
 
 def test_not_finite(tmp_path):
     """A loss or gradient that is not finite stops in that step with one line, and the checkpoint is
@@ -2428,6 +2434,9 @@ def test_any_edit_trains_anew(tmp_path):
         assert reused.result['folder'] == old['folder']
         fresh = done(gpt, *flags, '--reuse', '--fresh')  # not new code into the old folder
         assert fresh['folder'] == new.result['folder'] != old['folder']
+    (old['folder'] / 'result.txt').write_text('of an older run')
+    assert 'of an older run' in run(gpt, *flags).out
+    assert 'of an older run' not in run(gpt, *flags, '--fresh').out
     (tmp_path / 'text.txt').write_text(TEXT + TEXT)
     assert 'is finished' not in run(gpt, *flags).out
     assert 'exists in float32' in run(gpt, *flags, '--dtype', 'float16').out
