@@ -246,6 +246,8 @@ PRESETS = {
 }
 TABLES = {  # rows for `compare --table NAME`, the papers' experiments among them
     'all': {name: dict(attention=name) for name in ATTENTION},
+    'papers': {name: dict(attention=name)
+               for name in ('softmax', 'attentionx', 'belief', 'belief-star')},
     # AX1 and AX2 Table 1: CIFAR-10 88.15 and 89.41 %, CIFAR-100 61.86 and 64.00 %
     '1': {'softmax': dict(attention='softmax'),
           'attentionx': dict(attention='attentionx', gamma=1.0)},
