@@ -684,15 +684,13 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, sample, inspect ------------------------------------
 def report(c, model, log):
-    """What came out: a text, and yardsticks {name: validation loss}."""
+    """What came out, beside a yardstick, as text."""
     data, loss, bits = load_data(c), log[-1]['val_loss'], ''
     if data.val_bytes:  # comparable across tokenizers
         bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
-    bigrams = bigram_loss(data)
     return (f'result  validation loss {loss:.3f} nats per token{bits}\n'
-            f'        counting pairs of tokens gives {bigrams:.3f} nats\n'
-            f'sample of what it writes after {c.prompt!r}:\n{complete(c, model)}',
-            {'pairs of tokens, counted': bigrams})
+            f'        counting pairs of tokens gives {bigram_loss(data):.3f} nats\n'
+            f'sample of what it writes after {c.prompt!r}:\n{complete(c, model)}')
 
 def bigram_loss(data):
     """Nats per validation token for a model that has only counted pairs: a yardstick."""
@@ -823,17 +821,14 @@ def write_file(path, content):
         path.with_suffix('.part').write_bytes(content)
         os.replace(path.with_suffix('.part'), path)
 
-def draw(path, logs, panels, levels={}, results={}):
-    """A panel for each (x, y) or (x, y, dashed y), with a line per log of {label: [log, ...]};
-    levels {label: y} are yardsticks beside METRIC. results {label: (difference, half its interval)}
-    get a panel of their own."""
+def draw(path, logs, panels):
+    """A panel for each (x, y) or (x, y, dashed y), with a line per log of {label: [log, ...]}."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'no {path.name}: pictures need `pip install matplotlib`')
-    n = len(panels) + bool(results)
-    picture = Figure(figsize=(5 * n, 4), layout='tight')
-    axes = picture.subplots(1, n, squeeze=False)[0]
+    picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
+    axes = picture.subplots(1, len(panels), squeeze=False)[0]
     for axis, (x, *names) in zip(axes, panels):
         for i, (label, runs) in enumerate(logs.items()):
             axis.plot([], [], '.-', color=f'C{i}', label=label)
@@ -842,16 +837,10 @@ def draw(path, logs, panels, levels={}, results={}):
                     rows = [row for row in log if name in row and row.get('step') != 0]  # far off
                     axis.plot([row[x] for row in rows], [row[name] for row in rows], line,
                               color=f'C{i}')
-        for (label, y), line in zip(levels.items() if METRIC in names else (), (':', '--')):
-            axis.axhline(y, color='grey', linestyle=line, label=label)
         axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
                  title=', dashed: '.join(names))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    for i, (label, (difference, half)) in enumerate(results.items()):
-        axes[-1].errorbar(difference, -i, xerr=half, fmt='o', color=f'C{i}', label=label)
-        axes[-1].set(title='result: difference from the first, its interval', yticks=[])
-        axes[-1].legend(fontsize=8)
     png = io.BytesIO()
     picture.savefig(png)
     write_file(path, png.getvalue())
@@ -966,18 +955,11 @@ def train_to_end(c, folder):
 
 def train_and_report(c):
     folder = run_folder(c)
-    result = folder / 'result.txt'
-    if c.fresh:
-        result.unlink(missing_ok=True)
     model, log = train_to_end(c, folder)
     if RANK == 0:
-        if not result.exists():
-            text, levels = report(c, model, log)
-            panels = [('step', 'loss'), ('step', METRIC)]
-            draw(folder / 'curves.png', {c.variant: [log]}, panels, levels)
-            write_file(result, text.encode())
+        draw(folder / 'curves.png', {c.variant: [log]}, [('step', 'loss'), ('step', METRIC)])
         write_file(folder.parent / 'last', folder.name.encode())  # for load_run
-        print(result.read_text('utf-8'))
+        print(report(c, model, log))
     return dict(log[-1], log=log, folder=folder)
 
 # -------- compare
@@ -1067,8 +1049,7 @@ def compare(c):
     for row in judging:
         if (out / row['run'] / 'log.csv').exists():
             logs[row['case']].append(read_csv(out / row['run'] / 'log.csv'))
-    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)],
-         results={line['case']: (line['diff'], line['interval']) for line in table})
+    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)])
     return table
 
 def choose(field, rows, folder):

@@ -2434,9 +2434,6 @@ def test_any_edit_trains_anew(tmp_path):
         assert reused.result['folder'] == old['folder']
         fresh = done(gpt, *flags, '--reuse', '--fresh')  # not new code into the old folder
         assert fresh['folder'] == new.result['folder'] != old['folder']
-    (old['folder'] / 'result.txt').write_text('of an older run')
-    assert 'of an older run' in run(gpt, *flags).out
-    assert 'of an older run' not in run(gpt, *flags, '--fresh').out
     (tmp_path / 'text.txt').write_text(TEXT + TEXT)
     assert 'is finished' not in run(gpt, *flags).out
     assert 'exists in float32' in run(gpt, *flags, '--dtype', 'float16').out
