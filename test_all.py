@@ -2340,6 +2340,9 @@ def test_meta_device(tmp_path):
         for script in SCRIPTS:
             for settings in VARIANTS[script]:
                 model, batch, c = small_case(script, tmp_path, 'meta', **settings)
+                for x in torch.utils._pytree.tree_leaves(batch):
+                    where = x.device.type if torch.is_tensor(x) else 'meta'
+                    assert where == 'meta', f'{script.SCRIPT} {settings}: get_batch left it on {where}'
                 optimizer = script.make_optimizer(model, c)
                 try:
                     script.loss_of(model, batch, c).backward()
