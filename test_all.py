@@ -238,6 +238,7 @@ def test_gpt_vit_formulas():
             want = gpt_slow(name, q.double(), k.double(), v.double(), gamma, zero_diag, script)
             size = want.abs().max()
             close(got.double() / size, want / size, tolerance)
+        close(script.multi_head(q, k, v), script.multi_head(q, k, v, False), 0)
 
 def test_learned_gamma():
     """It starts at gamma's default, learns, does not decay, and leaves other weights as they are."""
@@ -434,6 +435,10 @@ def test_gpt_mask_data(tmp_path):
     own = mask.load_data(mask_config(data=str(tmp_path), stage='teacher'))
     assert len(data.train) == len(own.train) == 50 and len(data.val) == len(own.val) == 40
     assert data.vocab_size == own.vocab_size == 50257 and data.val_bytes == 200
+    for script in (gpt, mask):  # a change of theirs trains anew
+        names = {path.name for path in script.data_files(script.Config(data=str(tmp_path)))}
+        assert names >= {'train.bin', 'val.bin'}, (script.SCRIPT, names)
+        assert script.get_tokenizer('bytes').n_vocab == 256, script.SCRIPT  # 255 is in no text
     (tmp_path / 'meta.json').unlink()  # nanoGPT's own folders have none
     assert gpt.load_data(gpt.Config(data=str(tmp_path), block_size=16)).vocab_size == 50257
     (tmp_path / 'photo.jpg').write_bytes(bytes(range(256)))
@@ -703,6 +708,8 @@ def test_vit_batches(tmp_path):
     images = vit.normalise(data.train[0], 8, c)
     found = [int((images == x).all((1, 2, 3)).nonzero()) for x in epoch]
     assert sorted(found) == list(range(48)) != found, found
+    names = {path.name for path in vit.data_files(c)}  # a change of theirs trains anew
+    assert names >= {'train.npz', 'test.npz'}, names
     for step, size in ((29, 8), (30, 16), (99, 32)):  # two patches more after five epochs
         images = get(step, image_size=32, first_size=8)[0]
         assert images.shape == (4, 3, size, size), (step, images.shape)
@@ -753,7 +760,8 @@ def test_vit_best_weights(tmp_path):
         seen.append(model.head.bias.tolist())
         return 1.0, len(seen) == 3
     with patch.object(vit, 'loss_and_accuracy', judge):
-        run(vit, *tiny(vit, tmp_path, '--max-iters', 9, '--dtype', 'bfloat16'))
+        figures = done(vit, *tiny(vit, tmp_path, '--max-iters', 9, '--dtype', 'bfloat16'))
+        assert figures['test_acc'] == figures['best_test_acc'] == 0, figures  # loss is 1
         assert checkpoint(tmp_path)['model']['head.bias'].tolist() == seen[3]
     last, best = seen[4:]
     assert last == seen[3] != seen[2] == best, seen
@@ -855,6 +863,9 @@ def test_vit_mistakes(tmp_path):
     train = tmp_path / 'data/train.npz'
     (tmp_path / 'data/meta.json').write_text('{"classes": ["red", "green"]}')
     refuse(vit, ['label 2', '2 classes'], *flags)
+    (tmp_path / 'data/meta.json').unlink()
+    np.savez(tmp_path / 'data/test.npz', images=np.zeros((2, 3, 8, 8), np.uint8), labels=[0, 3])
+    refuse(vit, ['label 3', '3 classes'], *flags)
     np.savez(train, images=np.zeros((30, 3, 8, 8)), labels=range(30))
     refuse(vit, ['train.npz', 'uint8'], *flags)
     np.savez(train, images=np.zeros((30, 8, 8), np.uint8), labels=range(30))  # greys
@@ -1131,6 +1142,8 @@ def test_detr_parameter_counts():
             assert detr.count(detr.DETR(c)) == size, (kinds, detr.count(detr.DETR(c)))
     grid = detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3]
     assert grid == (16, 8), grid
+    small = detr.count(detr.DETR(detr_config(stride=8)).backbone)
+    assert small == 9 * (3 * 32 + 32 * 64 + 64 * 96 + 96 * 96) + 2 * (32 + 64 + 96 + 96), small
 
 def test_detr_initial_weights():
     """Variants share what they have in common; every learned tensor gets a gradient."""
@@ -1335,6 +1348,10 @@ def test_detr_annotations(tmp_path):
     alone = detr.load_data(detr_config(data=str(tmp_path)))
     ids = [[image['id'] for image in split.images] for split in (alone.train, alone.val)]
     assert ids == [[8], [5]], ids
+    images = [dict(COCO['images'][0], id=i) for i in range(20)]
+    write_annotations(tmp_path, 'train2017', {**COCO, 'images': images})
+    alone = detr.load_data(detr_config(data=str(tmp_path)))
+    assert [image['id'] for image in alone.val.images] == [0, 10] and len(alone.train) == 18
 
 def test_detr_transforms(tmp_path):
     """What DETR's flip and size do to a box, worked out from the photo's shares."""
@@ -1371,6 +1388,9 @@ def test_detr_photos(tmp_path):
     got = train.render([plan])[0].numpy() * detr.STD + detr.MEAN
     want = drawn.transpose(2, 0, 1)[:, :, ::-1]
     close((got * 255).round(), want.astype(np.float32), 0)
+    less = detr.to_tensor(Image.fromarray(drawn), (25, 19)).numpy() * detr.STD + detr.MEAN
+    want = np.asarray(Image.fromarray(drawn).resize((25, 19), Image.BILINEAR)).transpose(2, 0, 1)
+    close((less * 255).round(), want.astype(np.float32), 0)
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held upright
     Image.fromarray(drawn).save(tmp_path / 'turned.jpg', exif=exif)
@@ -1701,6 +1721,9 @@ def test_mask_cache():
         close(model.generate(idx[:, :3], 18, temperature=1e-9)[0], out, 0)  # hardly any chance
     out, size = teacher.generate(idx[:, :3], 60)  # positions begun afresh, half of them
     assert out.shape == (2, 63) and size == 2 * 2 * 2 * 24 * 8 * 23, (out.shape, size)
+    torch.manual_seed(0)
+    drawn = teacher.generate(idx[:1, :3].expand(9999, -1), 1)[0][:, 3].bincount(minlength=61)
+    close(drawn / 9999, teacher(idx[:1, :3])[0, -1].softmax(0), 0.02)
 
 def mask_figures(model, teacher, x, y):
     """The report's criteria once more, in the plainest way."""
