@@ -586,9 +586,10 @@ def test_vit_sizes_and_recipes():
     has(vit.Config(**vit.PRESETS['imagenet-paper']), model='deit-small-local', zero_diag=False,
         first_size=32, batch_size=64, grad_accum_steps=1, optimizer='adamw',
         learning_rate=1.25e-4, min_lr=0.08, mix=True, drop_path=0.1, max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
-    rows = [row['attention'] for row in vit.TABLES['3'].values()]
-    assert rows == ['softmax', 'belief', 'belief-star']
-    assert vit.TABLES['1']['attentionx'] == dict(attention='attentionx', gamma=1.0)
+    rows = vit.TABLES['papers'].values()
+    assert [row['attention'] for row in rows] == ['softmax', 'attentionx', 'belief', 'belief-star']
+    for row in rows:
+        assert vit.default_gamma(vit.Config(**{**vit.PRESETS['cifar-paper'], **row})) == 1
 
 def test_vit_initialisation():
     """Variants share their weights to the bit; each model has its original's spread."""
@@ -2365,7 +2366,7 @@ def test_meta_device(tmp_path):
                 model, batch, c = small_case(script, tmp_path, 'meta', **settings)
                 for x in torch.utils._pytree.tree_leaves(batch):
                     where = x.device.type if torch.is_tensor(x) else 'meta'
-                    assert where == 'meta', f'{script.SCRIPT} {settings}: get_batch left it on {where}'
+                    assert where == 'meta', f'{script.SCRIPT} {settings}: a batch on {where}'
                 optimizer = script.make_optimizer(model, c)
                 try:
                     script.loss_of(model, batch, c).backward()
@@ -2378,7 +2379,7 @@ def test_one_graph(tmp_path):
     for script in SCRIPTS:
         for settings in VARIANTS[script][:1]:
             model, batch, c = small_case(script, tmp_path, 'cpu', **settings)
-            inputs = batch[:1] if script is mask else batch[:2] if script in (gpt, detr) else batch[:1]
+            inputs = batch[:2] if script in (gpt, detr) else batch[:1]
             found = torch._dynamo.explain(model)(*inputs)
             assert found.graph_count <= 1, (script.SCRIPT, found.break_reasons)
 
