@@ -1061,15 +1061,17 @@ def choose(field, rows, folder):
         others = [runs[0].get(name) for name in settings(Config()) if name not in (field, 'seed')]
         groups.setdefault(repr(others), []).append(case)
     means = {case: np.mean([run[METRIC] for run in runs]) for case, runs in runs_of.items()}
-    print(f'\n{METRIC}, mean over the seeds that choose {field}')
+    print(f'\n{METRIC} by {field}: mean x number of runs. Left: the case they choose.\n'
+          '*: at an end of the range, so a better one may lie beyond it')
     for group in groups.values():
         group.sort(key=lambda case: runs_of[case][0][field])
         best.append(BETTER(group, key=means.get))
+        end = ' *' if best[-1] in (group[0], group[-1]) else ''
+        text = f'{best[-1] + end:24}'
         for case in group:
-            star = ' *' if case == best[-1] else ''
-            print(f'{case:30}{means[case]:9.4f} x {len(runs_of[case])}{star}')
-        if best[-1] in (group[0], group[-1]):
-            print(f'* is at the end of the range: a better {field} may lie beyond it')
+            value = str(runs_of[case][0][field]).removesuffix('.0')  # as a csv has it
+            text += f'{value}: {means[case]:.4f} x {len(runs_of[case])}   '
+        print(text.rstrip())
         line = [{field: runs_of[case][0][field], METRIC: means[case]} for case in group]
         lines[best[-1]] = [line]
     draw(folder / f'{field}.png', lines, [(field, METRIC)])
