@@ -1110,7 +1110,7 @@ def tabulate(rows, figure):
     first, *rest = cases.values()
     tests = max(1, sum(len(runs) > 1 for runs in rest))
     print(f'\n{figure} of {len(first)} seeds. diff: from row 1, paired by seed. +-: at 95 %\n'
-          f'together (Bonferroni, {tests} tested). p: for a row alone. The other columns are means.\n'
+          f'together (Bonferroni, {tests} tested). p: for a row alone. Other columns are means.\n'
           f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
           + ''.join(f' {name:>9}' for name in others))
     for case, runs in cases.items():
