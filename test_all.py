@@ -2061,7 +2061,7 @@ def test_tables_of_the_record(tmp_path):
     for text in (readme, results):
         claimed = re.findall(r'[+-][\d.]+ to [+-][\d.]+', text.replace('\N{MINUS SIGN}', '-'))
         assert claimed and set(claimed) <= intervals, set(claimed) - intervals
-    log = gpt.read_csv(HERE / 'assets/runs/gpt-best-log.csv')
+    log = gpt.read_csv(HERE / 'assets/runs/gpt-belief-log.csv')
     for i in range(3):  # BeliefFormer's lengths, layer by layer
         ratios = [row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in log if row['step'] == 1000]
         found = f'| {i} | {np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |'
