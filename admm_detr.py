@@ -1472,14 +1472,14 @@ def write_csv(path, rows):
     write_file(path, text.getvalue().encode())
 
 def read_csv(path):
-    """-> a dict for each row, with numbers where they are numbers."""
+    """-> a dict for each row, with numbers where they are numbers; a case's name stays text."""
     def number(text):
         try:
             return float(text)
         except ValueError:
             return text
     with open(path, newline='', encoding='utf-8-sig') as file:
-        return [{key: number(text) for key, text in row.items() if text}
+        return [{key: text if key == 'case' else number(text) for key, text in row.items() if text}
                 for row in csv.DictReader(file)]
 
 def write_file(path, content):
@@ -1737,7 +1737,7 @@ def choose(field, rows, folder):
         end = ' *' if best[-1] in (group[0], group[-1]) else ''
         text = f'{best[-1] + end:24}'
         for case in group:
-            value = str(runs_of[case][0][field]).removesuffix('.0')  # as a csv has it
+            value = str(runs_of[case][0][field]).removesuffix('.0')  # a csv has 3.0 for 3
             text += f'{value}: {means[case]:.4f} x {len(runs_of[case])}   '
         print(text.rstrip())
         line = [{field: runs_of[case][0][field], METRIC: means[case]} for case in group]

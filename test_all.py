@@ -2554,6 +2554,11 @@ def test_compare_at_best(tmp_path):
         close(losses[0]['diff'], 0, 0)
         refuse(gpt, ['--figure', 'val_loss'], 'compare', '--from-csv', runs, '--figure', 'x')
         refuse(gpt, ['two runs'], 'compare', '--from-csv', f'{runs},{runs}', *flags[-2:])
+        whole = ['--best', 'warmup_iters', '--attention', 'softmax', *flags[-2:]]  # a csv has 2.0
+        end = run(gpt, 'compare', '--over', 'warmup-iters=1,2', '--seeds', '0', *whole)
+        later, = {*tmp_path.glob('*/compare-*/runs.csv')} - {runs}
+        for out in (end.out, run(gpt, 'compare', '--from-csv', later, *whole).out):
+            assert '   2: 2.1000 x 1\n' in out, out
         with patch.object(gpt, 'BETTER', max):
             rows = done(gpt, *flags, '--best', 'learning_rate')
         assert [row['case'] for row in rows] == ['1e-3 softmax', '4e-3 belief'], rows
