@@ -6,7 +6,7 @@
 
 Attention tells a patch of an image what the others say: MH = softmax(QK^T / sqrt(d)) V, a weighted
 sum of values. BeliefFormer passes on only the part of MH that is orthogonal to the patch's own V,
-what the patch did not know yet; AttentionX passes on V minus MH. (Why: PDMM, attentionx_gpt.py.)
+what the patch did not know yet. AttentionX passes on V minus MH. (Why: see attentionx_gpt.py.)
 
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
@@ -18,46 +18,43 @@ what the patch did not know yet; AttentionX passes on V minus MH. (Why: PDMM, at
     [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, Attention
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    the same with a gamma that each head learns          attentionx-learned
+    [AX2 Sec. 5]    the same, gamma learned ([choice] one per head)      attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [AX1 Sec. 4.1]  gamma = 1 in a ViT                                   default_gamma
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
     [BF Eq. 11]     ||Delta|| <= ||MH||, and both after W^o (Fig. 3)     diagnose
     [BF Sec. 5.3]   SET-Adam at 1e-4, betas 0.9 and 0.999, eps 1e-18     SETAdam, cifar-paper
 
-AttentionX's two versions are one: gamma V - MH is gamma (V - MH / gamma), so that the first at
-gamma and the revised one at 1 / gamma differ by a factor that W^o can absorb.
+AttentionX's first version at gamma computes the same functions as its revision at 1 / gamma, since
+W^o can absorb the factor between them. They do not train alike: the factor scales the update.
 
-    python belief_vit.py                               # train: two minutes on a CPU, no network
-    python belief_vit.py predict --images cat.png      # what that run sees in an image
-    python belief_vit.py compare --over attention=softmax,attentionx,belief --seeds 0,1,2
-    python belief_vit.py bench                         # what each variant costs
-    python belief_vit.py inspect                       # BeliefFormer's Fig. 3, attention maps
-    python belief_vit.py compare --preset cifar-paper --table papers  # AX Table 1 and BF Table 3
-    python belief_vit.py --preset imagenet-paper       # DeiT-small, images growing from 32 to 224
+    python belief_vit.py                           # train: two minutes on a CPU, no network
+    python belief_vit.py --attention softmax       # the baseline, on the same batches
+    python belief_vit.py --resume                  # continue the last run
+    python belief_vit.py predict --images cat.png  # what that run sees in a photo
+    python belief_vit.py --preset imagenet-paper   # DeiT-small, images growing from 32 to 224
+    python experiments/compare.py belief_vit --table papers --preset cifar-paper  # AX Table 1
 
-The first gets 96.4 % of the test images right (another CPU: 95.5 %), a linear model 26.2 % (563
-steps, 154,030 parameters, one seed). A stopped command, run again, goes on.
+The first gets 96.4 % of the test images right (95.5 % on another CPU), a linear model of the same
+pixels 26.2 % (563 steps, 154,030 parameters, one seed). [choice] marks where a paper is silent,
+[deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four scripts
+share the rest.
 
-vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-local from
-efficient-vit-training, [deviation] without EMA, repeated augmentation, random erasing, RandAugment
-of photos and unused parameters, but with position embeddings that stay in the optimiser.
-
-Below the banner `tools` a reader may stop: from there on the four scripts are the same.
+vit-small is the model of vision-transformers-cifar10, deit-small timm's, and deit-small-local that
+of efficient-vit-training. [deviation] We leave out the latter's EMA, repeated augmentation, random
+erasing, RandAugment of photos and unused parameters, and we do train its position embeddings.
 """
 import argparse
 import csv
-import difflib
 import functools
 import hashlib
-import inspect
 import io
 import itertools
 import json
-import linecache
 import math
 import os
-import platform
+import re
+import shutil
 import sys
 import time
 import zlib
@@ -73,8 +70,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'belief_vit'
-RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # of how many
+RANK = int(os.environ.get('RANK', 0))         # index of this process,
+WORLD = int(os.environ.get('WORLD_SIZE', 1))  # and their number, as torchrun sets them
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -91,27 +88,27 @@ def multi_head(q, k, v, zero_diag=False):
 
 def orthogonal(mh, v, dims):
     """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
-    dtype = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 soon overflows float16
+    dtype = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 overflows float16 easily
     x, y = mh.to(dtype), v.to(dtype)
     mh_v = (x * y).sum(dims, keepdim=True)
-    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] V = 0 takes nothing
+    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] V = 0: nothing is taken
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
-    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5] learns gamma
+    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], a parameter
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
     # both, each with an output matrix of its own  [BF Eq. 15]
     'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
-    'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # two controls
-    'value-skip': lambda mh, v, gamma: mh + v,
+    'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # control: is it the scale?
+    'value-skip': lambda mh, v, gamma: mh + v,                     # control: is it the added V?
 }
 
 def default_gamma(c):
-    """c.gamma or, where that is None, the papers' choice."""
+    """The papers' gamma, unless --gamma is given."""
     if c.gamma is not None:
         return float(c.gamma)
     if c.attention == 'attentionx-v1' or c.zero_diag:
@@ -134,7 +131,7 @@ class Config:
     """Every field is a flag: --num-heads 6, --zero-diag, --no-zero-diag. --help prints this."""
     # the papers' method
     attention: str = 'belief'      # a name in ATTENTION: what reaches the output projection
-    gamma: float = None            # default: 1 for v1 and with zero_diag, else 3
+    gamma: float = None            # default: 3, or 1 for v1 and with zero_diag
     zero_diag: bool = None         # no token attends to itself; default: on in tiny, vit-small
     # model
     model: str = 'tiny'            # a name in MODELS, which sets the sizes not given here
@@ -157,7 +154,7 @@ class Config:
     randaugment: str = 'none'      # none, paper or fixed: for small images, besides crop and flip
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread over all classes
-    first_size: int = 0            # side of the first images, in pixels; 0: image_size
+    first_size: int = 0            # side of the first images, which grow; 0: image_size
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
@@ -165,48 +162,29 @@ class Config:
     grad_accum_steps: int = 1      # batches in an optimiser step
     optimizer: str = 'adamw'       # adamw, or set-adam as in the papers
     learning_rate: float = 4e-3    # at its peak
-    min_lr: float = 0.0            # final cosine rate, as a fraction of learning_rate
-    schedule: str = 'cosine'       # cosine, trapezoid, step or constant, after warmup
-    warmup_iters: int = 50
-    warmdown_iters: int = 0        # steps at the end: to 0 (trapezoid) or at a tenth (step)
+    min_lr_ratio: float = 0.0      # final rate / learning_rate; 1 keeps it constant
+    warmup_iters: int = 50         # steps before the cosine
     weight_decay: float = 0.05     # AdamW's, on matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0: all there are
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: from here on, settings may differ when a run resumes
+    # machine: from here on, settings may change when a run is resumed
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of progress
-    reuse: bool = False            # take finished runs of these settings, even of other code
-    fresh: bool = False            # restart a stopped or finished run from scratch
+    resume: bool = False           # continue --folder or the last run; without one, start it
     out_dir: str = 'out'           # where runs are written
     # actions
-    run: str = ''                  # predict: a run's folder; default: train's last run
-    images: list = ()              # predict: photos; may be repeated
-    over: list = ()                # compare, bench: FIELD=A,B; may be repeated
-    table: str = ''                # compare, bench: a name in TABLES; default: the first
-    seeds: str = '0,1,2'           # compare: a run per case and seed
-    best: str = ''                 # compare: --over FIELD, e.g. learning_rate, to tune per variant
-    final_seeds: str = ''          # compare --best: other seeds to judge the choice
-    from_csv: str = ''             # compare: files A,B (runs.csv) to tabulate; trains nothing
-    figure: str = ''               # compare: what to test, e.g. mean_loss; default: the result
-    rounds: int = 20               # bench
+    folder: str = ''               # predict, --resume: a run's folder; default: the last run's
+    images: list = ()              # predict: photos, one or more
 
     def __post_init__(self):
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                fail(f'--{name} {getattr(self, name)}: choose from {", ".join(allowed)}')
-        for name, size in MODELS[self.model].items():
+        for name, size in MODELS.get(self.model, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, size)
-        for name in POSITIVE:
-            if getattr(self, name) < 1:
-                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be at least 1')
-        for name in ('seed', 'max_iters', 'eval_rows', 'first_size'):
-            if getattr(self, name) < 0:
-                fail(f'--{name.replace("_", "-")} {getattr(self, name)}: must be 0 or more')
+        check(self)
         gamma = default_gamma(self)
         if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
             fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
@@ -214,10 +192,6 @@ class Config:
             fail(f'--gamma {gamma:g}: attentionx-v1 takes more than 0, up to 1')
         if self.image_size % self.patch_size or self.first_size % self.patch_size:
             fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
-        if self.batch_size % WORLD:
-            fail(f'{WORLD} processes cannot share --batch-size {self.batch_size} evenly')
-        if any(spec.startswith('model=') for spec in self.over):
-            fail('--over model: each has sizes of its own; compare takes one model')
 
     @property
     def shifted(self):  # shifted patch embedding, and a learned softmax temperature
@@ -231,33 +205,30 @@ PRESETS = {
     'tiny': {},
     't4': dict(model='vit-small', data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=512, learning_rate=5e-4, warmup_iters=200, eval_interval=200, threads=0),
-    # the papers name a repository and SET-Adam's settings, BF 400 epochs; the rest is that repo's,
-    # [deviation] but a tenth of the images is for validation, because the test set may not choose
+    # The papers name a repository and SET-Adam's settings, and BF 400 epochs. The rest is as there,
+    # [deviation] but a tenth of the images is for validation, since the test set may not choose.
     'cifar-paper': dict(model='vit-small', data='cifar10', randaugment='paper',
                         max_iters=35157,  # 400 epochs of 45,000 images
                         batch_size=512, optimizer='set-adam', learning_rate=1e-4,
                         warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
-    # BF names the repository and the model
+    # BF names the repository and the model.
     'imagenet-paper': dict(model='deit-small-local', data='imagenet', batch_size=64,
                            max_iters=5945415,  # 300 epochs; the repo's best run stopped at 24 hours
-                           learning_rate=1.25e-4, min_lr=0.08, warmup_iters=0, grad_clip=0.0,
+                           learning_rate=1.25e-4, min_lr_ratio=0.08, warmup_iters=0, grad_clip=0.0,
                            drop_path=0.1, mix=True, label_smoothing=0.1, first_size=32,
                            val_fraction=0.01, eval_interval=10000, threads=0),
 }
-TABLES = {  # rows for `compare --table NAME`
-    'all': {name: dict(attention=name) for name in ATTENTION},
-    # AX1 and AX2 Table 1: CIFAR-10 88.15 and 89.41 %, CIFAR-100 61.86 and 64.00 %
-    # BF Table 3: CIFAR-10 88.15, 89.14 and, for belief-star, 88.64 %
-    'papers': {name: dict(attention=name)
-               for name in ('softmax', 'attentionx', 'belief', 'belief-star')},
-}
-POSITIVE = ('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads', 'head_size', 'mlp_dim',
-            'batch_size', 'grad_accum_steps', 'eval_interval', 'log_interval', 'rounds')
+LOWEST = {**dict.fromkeys(('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads',
+                           'head_size', 'mlp_dim', 'batch_size', 'grad_accum_steps',
+                           'eval_interval', 'log_interval'), 1),
+          **dict.fromkeys(('dropout', 'drop_path', 'num_classes', 'val_fraction',
+                           'label_smoothing', 'first_size', 'seed', 'max_iters', 'learning_rate',
+                           'min_lr_ratio', 'warmup_iters', 'weight_decay', 'grad_clip',
+                           'eval_rows', 'threads'), 0)}
+HIGHEST = dict(dropout=1, drop_path=0.99, val_fraction=1, label_smoothing=1, min_lr_ratio=1)
 CHOICES = {
     'attention': ATTENTION, 'model': MODELS, 'randaugment': ('none', 'paper', 'fixed'),
-    'optimizer': ('adamw', 'set-adam'), 'table': ('', *TABLES),
-    'schedule': ('cosine', 'trapezoid', 'step', 'constant'),
-    'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
+    'optimizer': ('adamw', 'set-adam'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
 
 # ------------------------------------ model ------------------------------------
@@ -379,33 +350,12 @@ def resize_positions(pos, grid):
     patches = F.interpolate(patches, grid, mode='bicubic').flatten(2).mT  # (1, h w, C)
     return torch.cat([others, patches], dim=1)
 
-def init_vit_small(name, p, layer, generator):
-    """Large tokens; PyTorch's own, spread by what a unit takes in, for all else."""
-    if name in ('pos_embed', 'cls_token'):
-        p.normal_(generator=generator)
-    else:
-        bound = layer.weight[0].numel() ** -0.5
-        p.uniform_(-bound, bound, generator=generator)
-
-def init_deit_small(name, p, layer, generator):
-    """timm's: PyTorch's for convolutions alone."""
-    if isinstance(layer, nn.Conv2d):
-        init_vit_small(name, p, layer, generator)
-    elif name.endswith('bias'):
-        p.zero_()
-    else:
-        nn.init.trunc_normal_(p, std=0.02, generator=generator)
-
-def init_deit_small_local(name, p, layer, generator):
-    """Xavier's, for q, k and v apart; PyTorch's for convolutions and biases."""
-    if isinstance(layer, nn.Conv2d) or name.endswith('bias'):
-        init_vit_small(name, p, layer, generator)
-    else:
-        for part in p.chunk(3 if 'qkv' in name else 1):
-            nn.init.xavier_normal_(part, generator=generator)
-
-INIT = {'tiny': init_vit_small, 'vit-small': init_vit_small, 'deit-small': init_deit_small,
-        'deit-small-local': init_deit_small_local}
+INIT = {  # how tokens, matrices and biases start, as in each model's repository
+    'tiny': ('normal', 'uniform', 'uniform'),
+    'vit-small': ('normal', 'uniform', 'uniform'),
+    'deit-small': ('small', 'small', 'zero'),
+    'deit-small-local': ('xavier', 'xavier', 'uniform'),
+}
 
 class ViT(nn.Module):
     """The model that config.model names, with timm's state-dict keys."""
@@ -426,12 +376,30 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from its own generator: what two variants share starts out equal."""
+        """Initialise p from a generator of its own: what two variants share starts out equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer = self.get_submodule(name.rpartition('.')[0])
-        if name in ('pos_embed', 'cls_token') or isinstance(layer, (nn.Linear, nn.Conv2d)):
-            INIT[self.config.model](name, p, layer, generator)
-        # norms, and what you may add, keep the values they were made with
+        tokens, matrices, biases = INIT[self.config.model]
+        if name in ('pos_embed', 'cls_token'):
+            start = tokens
+        elif isinstance(layer, nn.Linear):
+            start = biases if name.endswith('bias') else matrices
+        elif isinstance(layer, nn.Conv2d):
+            start = 'uniform'
+        else:
+            return  # norms, and what you may add, keep the values they were made with
+        if start == 'normal':
+            p.normal_(generator=generator)
+        elif start == 'small':
+            nn.init.trunc_normal_(p, std=0.02, generator=generator)
+        elif start == 'uniform':  # PyTorch's own, by how many inputs a unit has
+            bound = layer.weight[0].numel() ** -0.5
+            p.uniform_(-bound, bound, generator=generator)
+        elif start == 'xavier':
+            for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v apart
+                nn.init.xavier_normal_(part, generator=generator)
+        else:
+            p.zero_()
 
     def embed(self, images):
         """Images (B, 3, H, W), of any size in whole patches -> tokens (B, 1 + h w, C), (h, w)."""
@@ -483,7 +451,8 @@ class SETAdam(torch.optim.Optimizer):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """A generator of its own: NumPy pads seeds with zeros, so [1, 7] would equal [1, 7, 0]."""
+    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
+    hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its size
@@ -525,46 +494,22 @@ def draw_shapes(n, seed):
     return images, labels
 
 def load_arrays(path):
-    """An .npz file -> images (N, 3, H, W) uint8, labels (N,)."""
+    """An .npz file -> images (N, 3, H, W) uint8, labels (N,) int64."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            images, labels = file['images'], file['labels'].astype(np.int64)
-        if images.dtype != np.uint8 or images.shape[:2] != (len(labels), 3):
-            raise ValueError(f'images are {images.dtype} {images.shape}')
-        return images, labels
+            images, labels = file['images'], file['labels']
     except Exception as error:  # numpy and zipfile raise half a dozen kinds
-        fail(f'{path} needs images (N, 3, H, W) uint8 and labels (N,): {str(error)[:150]}')
-
-def list_photos(root, classes):
-    """Photos in root/CLASS/* -> paths (N,), labels (N,)."""
-    paths, labels = [], []
-    for label, name in enumerate(classes):
-        for path in sorted((root / name).rglob('*.*')):
-            if path.suffix.lower() in ('.jpg', '.jpeg', '.png', '.bmp', '.webp'):
-                paths.append(str(path))
-                labels.append(label)
-    return np.array(paths), np.array(labels)
-
-def load_folder(folder):
-    """train.npz, perhaps test.npz and meta.json; or photos in CLASS/*, or in train/CLASS/* and, as
-    the test set, val/CLASS/*, as in ImageNet -> train, test or None, names of classes."""
-    if (folder / 'train.npz').exists():
-        train, test = load_arrays(folder / 'train.npz'), None
-        if (folder / 'test.npz').exists():
-            test = load_arrays(folder / 'test.npz')
-        classes = [str(i) for i in range(train[1].max() + 1)]
-        if (folder / 'meta.json').exists():
-            classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
-        return train, test, classes
-    root = folder / 'train' if (folder / 'train').is_dir() else folder
-    names = [path.name for path in root.iterdir() if path.is_dir()]
-    classes = sorted(name for name in names if name[0] != '.')  # no .ipynb_checkpoints
-    train, test = list_photos(root, classes), None
-    if len(classes) < 2 or not len(train[0]):
-        fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
-    if root != folder and (folder / 'val').is_dir():
-        test = list_photos(folder / 'val', classes)
-    return train, test, classes
+        fail(f'{path} needs arrays `images` and `labels`: {str(error)[:150]}')
+    if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.uint8 or not len(images):
+        fail(f'{path}: images must be bytes (N, 3, H, W), not {images.dtype} {images.shape}')
+    if labels.shape == (len(images), 1):
+        labels = labels[:, 0]
+    if labels.shape != (len(images),) or labels.dtype.kind not in 'biuf':
+        fail(f'{path}: labels must be {len(images)} integers, not {labels.dtype} {labels.shape}')
+    wrong = labels[~((labels >= 0) & (labels % 1 == 0))]  # nan, too
+    if len(wrong):
+        fail(f'{path}: labels must be integers from 0 on, and {len(wrong)} are not: {wrong[0]} ...')
+    return images, labels.astype(np.int64)
 
 def pillow():
     """The package that decodes photos and has RandAugment's operations."""
@@ -574,45 +519,68 @@ def pillow():
     except ImportError:
         raise ImportError('photos and --randaugment need `pip install pillow`')
 
-def read_photo(path, size, draws=None):
-    """A photo -> (3, size, size) uint8: its centre, as in ImageNet evaluation, or, given four
-    random numbers, a crop of 8 to 100 % of its area, aspect 3:4 to 4:3."""
-    PIL = pillow()
-    try:
-        with PIL.Image.open(str(path)) as file:
-            image = PIL.ImageOps.exif_transpose(file).convert('RGB')
-    except OSError as error:
-        raise OSError(f'{path} is no photo: {error}')
-    width, height = image.size
-    if draws is None:
-        w = h = min(width, height) * (0.875 if size > 64 else 1.0)
-        left, top = (width - w) / 2, (height - h) / 2
-    else:
-        area = width * height * (0.08 + 0.92 * draws[0])
-        aspect = (4 / 3) ** (2 * draws[1] - 1)
-        w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
-        left, top = draws[2] * (width - w), draws[3] * (height - h)
-    image = image.resize((size, size), PIL.Image.BICUBIC, (left, top, left + w, top + h))
-    return np.asarray(image).transpose(2, 0, 1)
+def list_photos(root):
+    """Photos in root/CLASS/* -> paths (N,), names of their classes (N,)."""
+    endings = pillow().Image.registered_extensions()
+    folders = sorted(path for path in root.iterdir() if path.is_dir())
+    paths, names, others = [], [], 0
+    for folder in folders:
+        for path in sorted(folder.rglob('*')):
+            parts = path.relative_to(root).parts  # CLASS, perhaps further folders, name
+            hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
+            if path.suffix.lower() in endings and not hidden:
+                paths.append(str(path))
+                names.append(folder.name)
+            elif path.is_file():
+                others += 1
+    empty = len(folders) - len(set(names))
+    if others or empty:
+        print(f'note    {root}: files left out, hidden or no photos: {others}; folders without '
+              f'photos: {empty}')
+    return np.array(paths), np.array(names)
 
-def data_folder(c):
-    return Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
-
-def data_files(c):
-    """The files that the data and the first weights come from: a change of theirs trains anew."""
-    files = [] if c.data == 'builtin' else sorted(data_folder(c).rglob('*'))
-    return files + [Path(c.init)]
+def load_folder(folder):
+    """train.npz, perhaps test.npz and meta.json; or photos in CLASS/*; or in train/CLASS/* and, as
+    the test set, val/CLASS/* (as in ImageNet) or test/CLASS/* -> train, test or None, classes."""
+    test, meta = None, folder / 'meta.json'
+    if (folder / 'train.npz').exists():
+        train = load_arrays(folder / 'train.npz')
+        if (folder / 'test.npz').exists():
+            test = load_arrays(folder / 'test.npz')
+        classes = [str(i) for i in range(train[1].max() + 1)]
+        if meta.exists():
+            try:
+                classes = json.loads(meta.read_text('utf-8'))['classes']
+            except (ValueError, KeyError, TypeError):
+                fail(f'{meta} needs {{"classes": [a name for each label]}}')
+        return train, test, classes
+    root = folder / 'train' if (folder / 'train').is_dir() else folder
+    paths, names = list_photos(root)
+    classes, labels = np.unique(names, return_inverse=True)
+    if len(classes) < 2:
+        fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
+    held_out = folder / 'val' if (folder / 'val').is_dir() else folder / 'test'
+    if root != folder and held_out.is_dir():
+        print(f'note    the test set is {held_out}')
+        test_paths, test_names = list_photos(held_out)
+        unknown = sorted(set(test_names) - set(classes))
+        if unknown or not len(test_names):
+            fail(f'{held_out} needs the class folders of {root}, but has '
+                 + (', '.join(unknown[:5]) or 'no photos in any'))
+        test = test_paths, np.searchsorted(classes, test_names)
+    return (paths, labels), test, classes.tolist()
 
 def load_data(c):
     """-> train, val and test, each images, bytes (N, 3, H, W) or paths of photos (N,), and labels
-    (N,) int64; names of classes; a line about them."""
+    (N,) int64; names of classes."""
+    folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
-    elif data_folder(c).is_dir():
-        train, test, classes = load_folder(data_folder(c))
+    elif folder.is_dir():
+        train, test, classes = load_folder(folder)
     else:
-        fail(f'--data {c.data}: no such folder, nor data/{c.data}. `python prepare_data.py '
-             f'{c.data}` makes that (without a name: a list); photos: FOLDER/CLASS/*.jpg')
+        fail(f'--data {c.data}: no such folder, nor {folder}. `python prepare_data.py {c.data}` '
+             'makes that (without a name: a list); photos: FOLDER/CLASS/*.jpg')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
@@ -624,10 +592,16 @@ def load_data(c):
     highest = max(labels.max(), test[1].max())
     if highest >= len(classes):
         fail(f'--data {c.data}: label {highest} has no name: there are {len(classes)} classes')
-    about = (f'{c.data}, {len(rest):,} images of {len(classes)} classes, {cut:,} for validation, '
-             f'{len(test[1]):,} to test')
+    present = set(labels.tolist())
+    missing = [name for i, name in enumerate(classes) if i not in present]
+    if missing:
+        print(f'note    no images for {len(missing)} of {len(classes)} classes: '
+              f'{", ".join(missing[:5])}')
     return SimpleNamespace(train=(images[rest], labels[rest]), val=(images[val], labels[val]),
-                           test=test, classes=classes, about=about)
+                           test=test, classes=classes)
+
+# ------------------------------------ images ------------------------------------
+THREADS = ThreadPoolExecutor()  # to decode photos
 
 COLOURS = {  # mean and standard deviation of red, green and blue, as in the repositories
     'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -635,7 +609,31 @@ COLOURS = {  # mean and standard deviation of red, green and blue, as in the rep
     'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
 }
 
-THREADS = ThreadPoolExecutor()  # to decode photos
+def read_photo(path, size, draws=None):
+    """A photo -> (3, size, size) uint8: its centre, as in ImageNet evaluation, or, given four
+    random numbers, a crop of 8 to 100 % of its area, aspect 3:4 to 4:3."""
+    PIL = pillow()
+    try:
+        with PIL.Image.open(str(path)) as file:
+            image = PIL.ImageOps.exif_transpose(file)
+            if image.mode == 'F':
+                raise ValueError('its pixels are floats of no known range')
+            if image.mode.startswith('I'):  # 16-bit greys: convert would cut them off at 255
+                image = PIL.Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+            image = image.convert('RGB')
+    except Exception as error:  # Pillow raises half a dozen kinds
+        raise OSError(f'cannot read {path} as a photo: {error}')
+    width, height = image.size
+    if draws is None:
+        w = h = min(width, height) * (0.875 if size > 64 else 1.0)
+        left, top = (width - w) / 2, (height - h) / 2
+    else:
+        area = width * height * (0.08 + 0.92 * draws[0])
+        aspect = (4 / 3) ** (2 * draws[1] - 1)
+        w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
+        left, top = draws[2] * (width - w), draws[3] * (height - h)
+    image = image.resize((size, size), PIL.Image.BICUBIC, (left, top, left + w, top + h))
+    return np.asarray(image).transpose(2, 0, 1)
 
 def mean_and_std(c, device):
     """Of a colour's bytes: (3, 1, 1) each."""
@@ -655,7 +653,6 @@ def normalise(images, size, c, device='cpu'):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
-# ------------------------------------ augmentation ------------------------------------
 def randaugment(x, draws, policy):
     """Two operations at strength 14 of 30 on an image, bytes (3, H, W)."""
     PIL = pillow()
@@ -707,13 +704,12 @@ def augment(x, draws, c, size=None):
     if isinstance(x, str):
         x, mirror = read_photo(x, size, draws), draws[4] < 0.5
     else:
-        mirror = draws[2] < 0.5
         if c.randaugment != 'none':
             x = randaugment(x, draws[3:], c.randaugment)
         _, H, W = x.shape
         top, left = (9 * draws[:2]).astype(int)
         padded = np.pad(x, ((0, 0), (4, 4), (4, 4)))
-        x = padded[:, top:top + H, left:left + W]
+        x, mirror = padded[:, top:top + H, left:left + W], draws[2] < 0.5
     return x[..., ::-1] if mirror and c.flip else x
 
 def mix(images, rng):
@@ -733,40 +729,29 @@ def mix(images, rng):
     return mixed, 1 - (bottom - top) * (right - left) / size.prod()  # the border may cut the box
 
 # ------------------------------------ training ------------------------------------
-# What the loop below knows of images: these names and functions.
-METRIC = 'val_acc'    # best.pt and `compare --best` go by this validation figure:
-BETTER = max          # higher is better
-RESULTS = ['test_acc', 'best_test_acc', 'mean_loss']  # what `compare` tabulates: differences of
-BASELINE = dict(attention='softmax')  # the first; the case that `compare` and `bench` put first
-LABELS = {'loss': 'training loss (nats per image)', 'val_acc': 'validation accuracy (share)',
-          'seconds': 'seconds of training steps', 'mh': 'mean length, before the output projection',
-          'mh_out': 'mean length, after the output projection', 'cos_mh': 'cosine with X'}
-
 def make_model(c, data):
     """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
     if data:
         c = replace(c, classes=data.classes, num_classes=len(data.classes))
     model = ViT(c)
-    if c.init and data:
+    if c.init and data and not c.resume:
         load_weights(model, c.init)
     return model
 
 def load_weights(model, path):
-    """A checkpoint of this script, of timm or of DeiT, which share keys. Positions are resized;
-    what it lacks, W^s for one, and an output layer for other classes start anew."""
-    saved = load_checkpoint(path, own=False)
-    weights = dict(saved.get('model', saved))
+    """Start from a checkpoint of this script, of timm or of DeiT, which share keys. Positions are
+    resized; what it lacks, such as W^s, and an output layer for other classes start anew."""
+    weights, own = read_weights(path, num_heads=model.config.num_heads), model.state_dict()
     if 'pos_embed' in weights:
-        g = math.isqrt(model.pos_embed.size(1))
+        g = math.isqrt(own['pos_embed'].size(1))
         weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
-    if len(weights.get('head.weight', ())) != len(model.head.weight):
-        weights.update({'head.weight': model.head.weight, 'head.bias': model.head.bias})
-        print(f'note    {path} is for other classes: output layer starts anew')
-    new = {name: p for name, p in model.state_dict().items() if name not in weights}
+    if len(weights.get('head.weight', ())) != len(own['head.weight']):  # other classes
+        weights = {name: p for name, p in weights.items() if not name.startswith('head.')}
+    new = [name for name in own if name not in weights]
     if new:
-        print(f'note    {path} lacks {", ".join(new)}: they start anew')
+        print(f'note    not from {path}, but new: {", ".join(new)}')
     try:
-        model.load_state_dict({**new, **weights})
+        model.load_state_dict({**own, **weights})
     except RuntimeError as error:
         fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
@@ -829,8 +814,8 @@ def loss_and_accuracy(model, images, labels, c, device):
 
 @torch.no_grad()
 def diagnose(model, images):
-    """What the class token's attention does: for each layer a dict of means over the images, and
-    maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
+    """Statistics of the class token's attention: for each layer a dict of means over the images,
+    and maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
 
     mh = ||MH||, update = ||Phi|| or ||Delta||, *_out: of the same after W^o, cos_* its cosine with
     the layer's input X, alpha = <MH,V> / <V,V>, gamma. Delta is never longer than MH [BF Eq. 11];
@@ -842,8 +827,7 @@ def diagnose(model, images):
         attn = block.attn
         q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
         update = ATTENTION[c.attention](mh, v, attn.gamma)
-        if c.attention == 'belief-star':
-            update, _ = update  # Delta
+        update = update[0] if type(update) is tuple else update  # of belief-star: Delta
         token = x[:, 0]  # (B, C)
         mh, v, update = [t[:, 0].flatten(1).to(x) for t in (mh, v, update)]  # (B, nh hs), not half
         mh_out, update_out = [(t @ attn.proj.weight.T).to(x) for t in (mh, update)]
@@ -864,8 +848,8 @@ def diagnose(model, images):
     return rows, maps
 
 def evaluate(model, data, c, device):
-    """On images held out from training, and, as 0.mh for layer 0, what diagnose finds in 64 of
-    them. Nothing here looks at the test set."""
+    """Loss and accuracy on images held out from training, not those of the test set; and diagnose's
+    statistics of 64 of them, as 0.mh for layer 0."""
     images, labels = data.val
     n = c.eval_rows or len(labels)
     loss, accuracy = loss_and_accuracy(model, images[:n], labels[:n], c, device)
@@ -875,30 +859,16 @@ def evaluate(model, data, c, device):
         figures.update({f'{i}.{name}': x for name, x in layer.items()})
     return figures
 
-def finish(model, data, c, device, folder):
-    """Once, when training is over: accuracy on the test set, of the last and the best weights."""
-    figures = dict(test_acc=loss_and_accuracy(model, *data.test, c, device)[1])
-    if folder:
-        best = make_model(model.config, None).to(device).eval()
-        best.load_state_dict(load_checkpoint(Path(folder, 'best.pt'))['model'])
-        figures['best_test_acc'] = loss_and_accuracy(best, *data.test, c, device)[1]
-    return figures
-
-# --- training loop (identical in all four scripts; test_all.py checks)
-def schedule(step, c):
-    """Factor on the learning rate in a step, counted from 0."""
+def learning_rate(step, c):
+    """The rate of a step, counted from 0: it rises linearly, then falls along a cosine."""
     if step < c.warmup_iters:
-        return (step + 1) / (c.warmup_iters + 1)
-    left = c.max_iters - step
-    if c.schedule == 'cosine':
-        done = 1 - left / (c.max_iters - c.warmup_iters)
-        return c.min_lr + (1 - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-    if c.schedule == 'trapezoid':
-        return min(1.0, left / max(1, c.warmdown_iters))
-    return 0.1 if c.schedule == 'step' and left <= c.warmdown_iters else 1.0
+        return c.learning_rate * ((step + 1) / (c.warmup_iters + 1))
+    done = 1 - (c.max_iters - step) / (c.max_iters - c.warmup_iters)
+    cosine = 0.5 * (1 + math.cos(math.pi * done))  # from 1 to 0
+    return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on the micro-batches together -> loss, norm of the gradients."""
+    """One optimiser step on the micro-batches together -> their mean loss, norm of gradients."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -916,103 +886,93 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
     return total.item(), norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says: `for step, model, log in train(c, folder): look at what you like`.
-
-    It yields at once, and after each step with the step's gradients, clipped, still there; log is
-    a list of dicts of figures. Batch and dropout of a step follow from seed and step number, so a
-    run that was stopped goes on from its last checkpoint, in folder, bit for bit. data: as
-    load_data makes them, or a SimpleNamespace of your own with what get_batch and evaluate read.
-    """
+    """Train a model as c says -> model, log (a list of dicts of figures). folder: where checkpoints
+    and log.csv go, None for nowhere. data: what load_data returns, or your own."""
     device, dtype = pick_device(c)
-    this_id = run_id(c, data) if folder else None
-    if data is None:
-        data = load_data(c)
+    data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
     model = make_model(c, data).to(device)
     optimizer = make_optimizer(model, c)
-    peak_lrs = [group['lr'] for group in optimizer.param_groups]
     autocast, scaler = mixed_precision(device, dtype)
-    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {getattr(data, "about", "handed in")}\n'
-          f'folder  {folder or "none: nothing is kept"}')
-
-    # go on where a run stopped
-    start, seconds, skipped, log = 0, 0.0, 0, []
-    if folder and Path(folder, 'ckpt.pt').exists() and not c.fresh:
-        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
-        if saved['run_id'] != this_id and not c.reuse:
-            fail(f'{folder} holds a run of other settings, code or data: name another folder')
-        model.load_state_dict(saved['model'])
-        optimizer.load_state_dict(saved['optimizer'])
-        scaler.load_state_dict(saved['scaler'])
-        start, seconds, skipped, log = saved['progress']
-        state = 'is finished' if start == c.max_iters else f'goes on from step {start}'
-        print(f'note    this run {state} ({show(log[-1])}); --fresh trains it anew')
-    if folder and (not log or start < c.max_iters):
-        write_file(Path(folder, 'config.json'), json.dumps(describe(c, model), indent=1).encode())
-
-    def save(name):
-        if folder and RANK == 0:
-            save_checkpoint(Path(folder, name), dict(
-                model=model.state_dict(), optimizer=optimizer.state_dict(),
-                scaler=scaler.state_dict(), config=asdict(model.config), run_id=this_id,
-                progress=(step, seconds, skipped, log)))
-            write_csv(Path(folder, 'log.csv'), log)
-
     net = torch.compile(model) if c.compile else model
-    losses = []  # since the last evaluation
-    for step in range(start, c.max_iters + 1):
-        last_step = step == c.max_iters
+    start, seconds, log, losses = 0, 0.0, [], []
+    if c.resume:
+        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
+        model.load_state_dict(saved['model'])
+        moments = saved['optimizer']  # rates and decay are those of c
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
+        scaler.load_state_dict(saved['scaler'] or scaler.state_dict())  # {}: not in float16
+        start, seconds, log, losses = saved['progress']
+    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
+          f'data    {c.data}, {len(data.train[1]):,} images of {len(data.classes)} classes, '
+          f'{len(data.val[1]):,} for validation, {len(data.test[1]):,} to test\n'
+          f'folder  {folder}' + (f', from step {start}' if start else ''))
 
-        # evaluate before the first step, every eval_interval steps, and after the last one
-        due = last_step or step % c.eval_interval == 0
-        known = log and log[-1]['step'] == step  # from the checkpoint
-        if due and not known:
+    for step in range(start, c.max_iters + 1):
+        if step % c.eval_interval == 0 or step == c.max_iters:
+            # save first: a run that is resumed from here evaluates again
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
+                         scaler=scaler.state_dict(), config=asdict(model.config),
+                         progress=(step, seconds, log, losses))
+            save(folder, 'ckpt.pt', state)
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
-            log.append(row)
-            if row[METRIC] == BETTER(one[METRIC] for one in log):
-                save('best.pt')
-            if last_step:
-                if WORLD > 1:
-                    dist.barrier()  # until best.pt is there
-                row.update(finish(model, data, c, device, folder))
-                if scaler.is_enabled():
-                    row['skipped'] = skipped  # steps whose gradients overflowed
-            save('ckpt.pt')
+            if step == c.max_iters:  # the test set is for the end
+                row['test_acc'] = loss_and_accuracy(model, *data.test, c, device)[1]
+            log, losses = [*log, row], []
+            if not row['val_acc'] < max(past['val_acc'] for past in log):  # nan is not, either
+                save(folder, 'best.pt', state)
+            write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
-            losses = []
-        yield step, model, log
-        if last_step:
-            return
+        if step == c.max_iters:
+            break
 
-        # one step on batches that follow from seed and step number
+        # one step; batch and dropout follow from seed and step, so a resumed run repeats them
         clock = time.time()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
-        for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
-            group['lr'] = peak_lr * schedule(step, c)
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # of dropout
+        for group in optimizer.param_groups:
+            group['lr'] = learning_rate(step, c)
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
         loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16 an overflow only skips its step, and halves the scale, until that is 1
+        # in float16 an overflow skips its step and halves the scale, until that is 1
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: '
-                                     'try a lower --learning-rate, or look at an edited formula')
-        skipped += overflow
+            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
+                                     'lower --learning-rate, or look at an edited formula')
         losses.append(loss)
         seconds += time.time() - clock
-        if (step + 1) % c.log_interval == 0:
-            pace = seconds / (step + 1)
-            print(f'step {step + 1}/{c.max_iters}, loss {loss:.4f}, {1000 * pace:.0f} ms a step, '
-                  f'{(c.max_iters - step - 1) * pace / 60:.1f} min left', flush=True)
-# --- end of training loop
+        done = step + 1
+        if done % c.log_interval == 0:
+            pace = seconds / done
+            print(f'step {done}/{c.max_iters} ({done / c.max_iters:.0%}), loss {loss:.4f}, '
+                  f'{1000 * pace:.0f} ms a step, {(c.max_iters - done) * pace / 60:.1f} min left',
+                  flush=True)
+    return model, log
 
-# ------------------------------------ report, predict, inspect ------------------------------------
+# ------------------------------------ report, predict ------------------------------------
+def report(c, model, log, folder, data):
+    """The result beside a linear model's, as text; and pictures of the run and of its layers."""
+    draw(folder / 'curves.png', {c.variant: log}, [
+        ('training loss (nats per image)', 'loss'),
+        ('validation accuracy (share)', 'val_acc')])
+    draw_layers(folder / 'layers.png', log, c.depth)
+    draw_attention(folder / 'attention.png', model, data.val[0][:8], c)
+    _, best = load_run(replace(c, folder=str(folder)))
+    _, best_acc = loss_and_accuracy(best, *data.test, c, pick_device(c)[0])
+    figures = log[-1]['test_acc'], best_acc, linear_accuracy(data, c), 1 / len(data.classes)
+    last, best, linear, chance = [f'{100 * x:.1f} %' for x in figures]
+    other = 'softmax' if c.attention != 'softmax' else 'belief'
+    return (f'result  test accuracy {last}, with the best weights {best};\n'
+            f'        a linear model of the same pixels gets {linear}, chance {chance}\n'
+            f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
+            f'next    compare with --attention {other}, or: '
+            f'python {SCRIPT}.py predict --folder {folder} --images PHOTO')
+
 def linear_accuracy(data, c):
-    """A yardstick: test accuracy of ridge regression on the pixels of up to 10,000 images."""
+    """Test accuracy of ridge regression on the pixels of up to 10,000 images: a baseline."""
     def features(images):  # and a 1 for the bias
         pixels = normalise(images[:10000], 32, c).flatten(1)
         return F.pad(pixels, (0, 1), value=1.0)  # (N, 3 32^2 + 1)
@@ -1022,114 +982,78 @@ def linear_accuracy(data, c):
     weights = torch.linalg.solve(ridge, x.T @ F.one_hot(y).float())
     return ((test_x @ weights).argmax(1) == test_y).float().mean().item()
 
-def report(c, model, log):
-    """What came out, beside two yardsticks, as text."""
-    data, last = load_data(c), log[-1]
-    linear, chance = linear_accuracy(data, c), 1 / len(data.classes)
-    return (f'result  test accuracy {100 * last["test_acc"]:.1f} %, with the best weights '
-            f'{100 * last["best_test_acc"]:.1f} %\n'
-            f'        a linear model of the same pixels: {100 * linear:.1f} %, '
-            f'chance: {100 * chance:.1f} %')
+def draw_layers(path, log, depth):
+    """What diagnose finds, layer by layer over the steps: BF's Fig. 3."""
+    layers = {}
+    for i in range(depth):
+        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
+        layers[f'layer {i}'] = rows
+    draw(path, layers, [
+        ('mean length: MH, dashed: update', 'mh', 'update'),
+        ('the same after the output projection', 'mh_out', 'update_out'),
+        ('their cosine with the input X', 'cos_mh', 'cos_update'),
+        ('alpha = <MH,V> / <V,V>', 'alpha')])
 
-def draw_images(path, rows, titles=()):
-    """A row of images (B, 3, H, W), colours from 0 to 1, for each label in rows."""
+def draw_attention(path, model, images, c):
+    """A row of images, and a row for each layer, lit where its class token looks."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return print(f'no {path.name}: pictures need `pip install matplotlib`')
-    columns = max(len(images) for images in rows.values())
-    picture = Figure(figsize=(1 + 1.5 * columns, 1.7 * len(rows)), layout='tight')
-    axes = picture.subplots(len(rows), columns, squeeze=False)
-    for line, (label, images) in zip(axes, rows.items()):
-        line[0].set_ylabel(label)
-        for axis, image in zip(line, images.permute(0, 2, 3, 1).cpu().numpy()):
-            axis.imshow(image)
-            axis.set(xticks=[], yticks=[])
-    for axis, title in zip(axes[0], titles):
-        axis.set_title(title, fontsize=8)
-    png = io.BytesIO()
-    picture.savefig(png)
-    write_file(path, png.getvalue())
-    print(f'picture {path}')
-
-def visible(x, c):
-    """Normalised images (B, 3, H, W) -> their colours, from 0 to 1."""
+        return  # draw has said so
+    x = normalise(images, c.image_size, c, model.head.weight.device)
     mean, std = mean_and_std(c, x.device)
-    return ((x * std + mean) / 255).clip(0, 1)
+    colours = ((x * std + mean) / 255).clip(0, 1)  # (B, 3, H, W)
+    rows = [colours]
+    for light in diagnose(model, x)[1]:
+        light = F.interpolate(light[:, None], x.shape[2:])  # (B, 1, H, W)
+        rows.append((0.2 + 0.8 * light) * colours)
+    sheet = torch.cat([torch.cat([*row], dim=2) for row in rows], dim=1)  # (3, rows H, B W)
+    picture = Figure(figsize=(1.5 * len(x), 1.5 * len(rows)), layout='tight')
+    axis = picture.subplots()
+    axis.imshow(sheet.permute(1, 2, 0).cpu())
+    axis.set(xticks=[], yticks=[(i + 0.5) * x.size(2) for i in range(len(rows))],
+             yticklabels=['image', *(f'layer {i}' for i in range(c.depth))])
+    picture.savefig(path)
 
 @torch.no_grad()
 def predict(c):
-    """The classes that train's last run, or --run, finds likeliest in each of --images."""
+    """The classes that the last run, or --folder's, finds likeliest in each of --images."""
     if not c.images:
         fail('predict needs --images PHOTO')
-    run, model = load_run(c)
-    images = normalise(np.array(c.images), run.image_size, run, model.head.weight.device)
-    chances = model(images).softmax(-1)  # (B, K)
-    print(f'a run that knows {len(run.classes)} classes: {", ".join(run.classes)}')
-    answers, titles = [], []
-    for path, p in zip(c.images, chances):
-        best = [(run.classes[i], p[i].item()) for i in p.argsort(descending=True)[:5]]
-        words = [f'{name} {100 * share:.1f} %' for name, share in best]
-        print(f'{path}: {", ".join(words)}')
+    saved, model = load_run(c)
+    images = normalise(np.array(c.images), saved.image_size, saved, model.head.weight.device)
+    answers = []
+    for path, p in zip(c.images, model(images).softmax(-1)):
+        best = [(saved.classes[i], p[i].item()) for i in p.argsort(descending=True)[:5]]
+        print(f'{path}: ' + ', '.join(f'{name} {100 * share:.1f} %' for name, share in best))
         answers.append(best)
-        titles.append('\n'.join(words[:3]))
-    draw_images(Path(c.out_dir, SCRIPT, 'predict.png'), {'input': visible(images, run)}, titles)
     return answers
 
-def inspect_layers(c):
-    """The layers of a run, trained first if it is not yet: BF's Fig. 3, over the steps, and where
-    the class token looks in eight images."""
-    folder = run_folder(c)
-    model, log = train_to_end(c, folder)
-    layers = {}
-    for i in range(c.depth):
-        prefix = f'{i}.'
-        rows = [{name.removeprefix(prefix): x for name, x in row.items()
-                 if name == 'step' or name.startswith(prefix)} for row in log]
-        layers[f'layer {i}'] = [rows]
-        print(f'layer {i}: {show(rows[-1])}')
-    print(diagnose.__doc__.partition('\n\n')[2].rstrip())
-    draw(folder / 'inspect.png', layers, [
-        ('step', 'mh', 'update'), ('step', 'mh_out', 'update_out'),
-        ('step', 'cos_mh', 'cos_update'), ('step', 'alpha')])
-    images = normalise(load_data(c).val[0][:8], c.image_size, c, pick_device(c)[0])
-    _, maps = diagnose(model.eval(), images)
-    pictures = {'image': visible(images, c)}
-    for name, light in zip(layers, maps):
-        light = F.interpolate(light[:, None], images.shape[2:])  # (B, 1, H, W)
-        pictures[name] = (0.2 + 0.8 * light) * pictures['image']
-    draw_images(folder / 'attention.png', pictures)
-    return log
+# ------------------------------------ runs ------------------------------------
+# --- runs (identical in all four scripts; test_all.py checks)
+SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'': a notebook's cell
+VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # as git names the file
 
-# ------------------------------------ tools ------------------------------------
-# --- tools (identical in all four scripts; test_all.py checks)
-FILE = fail.__code__.co_filename            # of this script, or of a notebook's cell
-FOLDER = Path(FILE).resolve().parent
-linecache.checkcache(FILE)                  # forget an older text of it
-SOURCE = ''.join(linecache.getlines(FILE))  # as it was loaded
-CORES = torch.get_num_threads()             # PyTorch's default number of threads
-
-def count(model):
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-def show(row):
-    """A log row's figures as text, without those of single layers (0.mh)."""
-    words = []
-    for name, x in row.items():
-        if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x):
-            words.append(f'{name} {x}' if isinstance(x, int) else f'{name} {x:#.4g}')
-    return '  '.join(words)
+def check(c):
+    """Refuse settings that are not among their choices, or out of range."""
+    for name, value in vars(c).items():
+        if name in CHOICES and value not in CHOICES[name]:
+            choices = ', '.join(map(str, CHOICES[name]))
+            fail(f'{name} {value}: choose from {choices}')
+        if name in LOWEST and not value >= LOWEST[name]:  # "not" catches nan, too
+            fail(f'{name} {value}: must be at least {LOWEST[name]}')
+        if name in HIGHEST and not value <= HIGHEST[name]:
+            fail(f'{name} {value}: must be at most {HIGHEST[name]}')
+    if c.batch_size % WORLD:
+        fail(f'{WORLD} processes cannot share --batch-size {c.batch_size} evenly')
 
 def pick_device(c):
-    """Device and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    """Device, and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
     name, dtype = c.device, c.dtype
-    if name == 'auto':  # mps is untested: check against --device cpu
-        name = ('cuda' if torch.cuda.is_available() else
-                'mps' if torch.backends.mps.is_available() else 'cpu')
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError):
-        fail(f'--device {name}: PyTorch finds no such device here')
+    if name == 'auto':
+        name = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if name.startswith('cuda') and not torch.cuda.is_available():
+        fail(f'--device {name}: PyTorch finds no CUDA device here')
     if name == 'cuda':
         name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
     if name.startswith('cuda'):
@@ -1138,444 +1062,210 @@ def pick_device(c):
         dtype = 'float32'
         if name.startswith('cuda'):
             dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    torch.set_num_threads(c.threads or CORES)
+    if c.threads:
+        torch.set_num_threads(c.threads)
     return torch.device(name), getattr(torch, dtype)
 
 def mixed_precision(device, dtype):
-    """Matmuls in dtype, and what scales the loss so that float16 can hold its gradients."""
+    """Autocast to dtype, and a scaler of the loss, which keeps float16's gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     half = dtype == torch.float16
     return autocast, torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=half)
 
-# -------- files
-def save_checkpoint(path, state):
-    buffer = io.BytesIO()  # on a full disk, torch.save's own error is no OSError
-    torch.save(dict(state, script=SCRIPT), buffer)
-    write_file(path, buffer.getbuffer())
+def count(model):
+    """How many numbers are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-def load_checkpoint(path, own=True):
-    """A checkpoint, of this script unless own is False. Nothing in the file is run."""
+def show(row):
+    """A log row's figures as text, without those of single layers (0.mh) and without nan."""
+    return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
+                     if name not in ('step', 'seconds') and '.' not in name and x == x)
+
+def save(folder, name, state):
+    """Write a checkpoint. A kill or a full disk leaves the older file as it was."""
+    if folder and RANK == 0:
+        buffer = io.BytesIO()  # torch.save into a full disk raises no OSError, write_bytes does
+        torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, name + '.part').write_bytes(buffer.getbuffer())
+        os.replace(Path(folder, name + '.part'), Path(folder, name))
+
+def load_checkpoint(path, foreign=False):
+    """A checkpoint of this script or, if foreign, of any program. Nothing in the file is run."""
     try:
+        if str(path).endswith('.safetensors'):
+            from safetensors.torch import load_file
+            return load_file(path)
         saved = torch.load(path, map_location='cpu', weights_only=True)
-        if own and saved.get('script') != SCRIPT:
-            raise ValueError(f'{SCRIPT}.py did not write it')
-        return saved
+    except ImportError:
+        raise  # no safetensors here
     except Exception as error:  # PyTorch raises half a dozen kinds
+        held = re.search(r'GLOBAL ([\w.]+)', str(error))
+        if held:
+            fail(f'{path} holds an object, {held[1]}, and could run code: save the weights alone, '
+                 'with torch.save(model.state_dict(), FILE)')
         fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
+    if not foreign and (type(saved) is not dict or saved.get('script') != SCRIPT):
+        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
+    return saved
 
-def write_csv(path, rows):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_file(path, text.getvalue().encode())
+def read_weights(path, **settings):
+    """{name: tensor} from a file of weights, ours or another program's, out of its containers and
+    without the prefixes that wrappers add. settings: what shapes do not show, such as n_head=4;
+    where the file has another value, it does not fit."""
+    saved = load_checkpoint(path, foreign=True)
+    if not isinstance(saved, dict):
+        fail(f'{path} holds a {type(saved).__name__}, not tensors by name')
+    theirs = saved.get('config', saved.get('model_args', {}))  # ours, nanoGPT's
+    for name, value in settings.items():
+        if theirs.get(name, value) != value:
+            fail(f'{path} has {name} {theirs[name]}, not {value}: '
+                 f'give --{name.replace("_", "-")} {theirs[name]}')
+    for container in ('model', 'state_dict'):
+        if isinstance(saved.get(container), dict):
+            saved = saved[container]
+    wrappers = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning
+    return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
-def read_csv(path):
-    """-> a dict for each row, with numbers where they are numbers; a case's name stays text."""
-    def number(text):
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    with open(path, newline='', encoding='utf-8-sig') as file:
-        return [{key: text if key == 'case' else number(text) for key, text in row.items() if text}
-                for row in csv.DictReader(file)]
-
-def write_file(path, content):
-    """A .part file, then renamed: a kill midway, or a full disk, leaves the old file whole."""
-    if RANK == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix('.part').write_bytes(content)
-        os.replace(path.with_suffix('.part'), path)
+def write_log(folder, log):
+    """All rows of figures as a table, folder/log.csv."""
+    if folder and RANK == 0:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, dict.fromkeys(name for row in log for name in row))
+        writer.writeheader()
+        writer.writerows(log)
+        Path(folder, 'log.part').write_text(text.getvalue())
+        os.replace(Path(folder, 'log.part'), Path(folder, 'log.csv'))
 
 def draw(path, logs, panels):
-    """A panel for each (x, y) or (x, y, dashed y), with a line per log of {label: [log, ...]}."""
+    """Figures over the steps, a line per log of {label: log}. A panel is (title, name of a figure)
+    or (title, name, name of a second one, dashed)."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return print(f'no {path.name}: pictures need `pip install matplotlib`')
+        return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
+    colours = '#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9'.split()  # Okabe and Ito's
     picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
-    axes = picture.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (x, *names) in zip(axes, panels):
-        for i, (label, runs) in enumerate(logs.items()):
-            axis.plot([], [], '.-', color=f'C{i}', label=label)
-            for log in runs:
-                for name, line in zip(names, ('.-', '.--')):
-                    rows = [row for row in log if name in row and row.get('step') != 0]  # far off
-                    axis.plot([row[x] for row in rows], [row[name] for row in rows], line,
-                              color=f'C{i}')
-        axis.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(names[0], names[0]),
-                 title=', dashed: '.join(names))
+    for axis, (title, *names) in zip(picture.subplots(1, len(panels), squeeze=False)[0], panels):
+        for i, (label, log) in enumerate(logs.items()):
+            for name, line in zip(names, ('.-', '.--')):
+                rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
+                axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
+                          color=colours[i % len(colours)], label=label)
+                label = None  # once in the legend
+        axis.set(xlabel='step', title=title)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    png = io.BytesIO()
-    picture.savefig(png)
-    write_file(path, png.getvalue())
-    print(f'picture {path}')
+        axis.legend()
+    picture.savefig(path)
 
-# -------- what names a run
-def settings(c):
-    """The fields above `device`: what tells one run from another."""
-    names = [f.name for f in fields(c)]
-    return {name: getattr(c, name) for name in names[:names.index('device')]}
-
-def sources():
-    """The texts of this script, of your modules beside it that it imports, and of the notebook
-    cells that put functions, classes, methods or rows of theirs into it."""
-    things = [*globals().values()]
-    for table in [x for x in things if type(x) is dict]:
-        things += table.values()
-    for kind in [x for x in things if isinstance(x, type)]:
-        things += vars(kind).values()
-    functions = [inspect.unwrap(x) for x in things if inspect.isfunction(x)]
-    files = {x.__code__.co_filename for x in functions if inspect.isfunction(x)}
-    files |= {getattr(x, '__file__', None) or '' for x in things if inspect.ismodule(x)}
-    texts = {SOURCE}
-    for file in files - {FILE}:
-        if Path(file).resolve().parent == FOLDER or not Path(file).exists():  # no file: a cell
-            texts.add(''.join(linecache.getlines(file)))
-    return sorted(texts - {''})
-
-def checksum(x):
-    """Of numbers by what they hold, of containers by their parts, of all else by how it prints."""
-    if isinstance(x, SimpleNamespace):
-        x = vars(x)
-    if isinstance(x, dict):
-        x = [*x.items()]
-    if isinstance(x, (list, tuple)):
-        x = [checksum(part) for part in x]
-    if isinstance(x, torch.Tensor):
-        x = x.detach().cpu().numpy()
-    if isinstance(x, np.ndarray):
-        return zlib.crc32(np.ascontiguousarray(x).view(np.uint8))
-    return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())
-
-def run_name(c, dtype=None):
-    """VARIANT-sSEED-SETTINGS: the last a checksum of c's settings with the dtype in use."""
-    facts = {**settings(c), 'dtype': dtype or str(pick_device(c)[1])[6:]}
-    return f'{c.variant}-s{c.seed}-{checksum(repr(facts)):08x}'
-
-def run_id(c, data=None):
-    """run_name, and a checksum of the code and the data: files, or what was handed to train."""
-    content = data
-    if data is None:
-        paths = [path for path in data_files(c) if path.is_file()]
-        small = sum(path.stat().st_size for path in paths) < 2 ** 28
-        content = [path.read_bytes() if small else (path.name, path.stat().st_size)
-                   for path in paths]
-    return f'{run_name(c)}-{checksum([sources(), content]):08x}'
-
-def run_folder(c, data=None):
-    """out/SCRIPT/VARIANT-sSEED-SETTINGS-CODE: any change of settings, code or data trains anew.
-    --reuse takes the newest finished run of these settings, whatever has been edited since."""
-    out = Path(c.out_dir, SCRIPT)
-    folder = out / run_id(c, data)
-    logs = sorted(out.glob(run_name(c) + '-*/log.csv'), key=os.path.getmtime, reverse=True)
-    if c.reuse and not c.fresh:
-        for log in logs:
-            if read_csv(log)[-1]['step'] == c.max_iters:
-                if log.parent != folder:
-                    print(f'note    --reuse takes {log.parent}: code or data have changed since')
-                return log.parent
-    for dtype in ('float32', 'bfloat16', 'float16'):
-        if not logs and any(out.glob(run_name(c, dtype) + '-*/log.csv')):
-            print(f'note    a run of these settings exists in {dtype}; this one is another')
-    return folder
-
-def describe(c, model):
-    """What a person, or a row of runs.csv, has to know of a run."""
-    device, dtype = pick_device(c)
-    machine = platform.processor() or platform.machine()
-    if device.type == 'cuda':
-        machine = f'cuda {torch.cuda.get_device_capability()}'
-    elif Path('/proc/cpuinfo').exists():  # Linux
-        lines = Path('/proc/cpuinfo').read_text().splitlines()
-        machine = next((x.partition(': ')[2] for x in lines if x.startswith('model name')), machine)
-    blob = SOURCE.encode()
-    blob = hashlib.sha1(b'blob %d\0' % len(blob) + blob).hexdigest()  # git's name for the script
-    return dict(settings(c), dtype=str(dtype)[6:], script=blob, parameters=count(model),
-                torch=torch.__version__, python=platform.python_version(), machine=machine)
-
-# -------- train
-def load_run(c):
-    """The best weights of --run, or of train's last run -> c with its settings, and its model."""
-    out = Path(c.out_dir, SCRIPT)
-    if not c.run and not (out / 'last').exists():
-        fail(f'no run in {out}: train first, or name a folder with --run')
-    saved = load_checkpoint(Path(c.run or out / (out / 'last').read_text(), 'best.pt'))
-    kept = {name: x for name, x in saved['config'].items() if name in settings(c)}
-    c = replace(c, **{**kept, 'seed': c.seed})
-    model = make_model(c, None).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])
-    return c, model.eval()
-
-def train_to_end(c, folder):
-    """Train as far as the run in folder is not yet -> model, log."""
-    log = []
-    try:
-        for step, model, log in train(c, folder):
+def new_folder(c, where=SCRIPT):
+    """Make the folder out/WHERE/VARIANT-sSEED, with a number behind it where there is one."""
+    if RANK:
+        return None  # only the first process writes
+    for n in itertools.count(1):
+        folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
+        try:
+            folder.mkdir(parents=True)
+            Path(folder, 'config.json').write_text(json.dumps(asdict(c), indent=1))
+            return folder
+        except FileExistsError:
             pass
-    except KeyboardInterrupt:
-        where = f' from step {log[-1]["step"]}' if log else ''
-        raise KeyboardInterrupt(f'in training; without --fresh, the same command goes on{where}')
-    return model, log
 
-def train_and_report(c):
-    folder = run_folder(c)
-    model, log = train_to_end(c, folder)
+def last_folder(folder, out_dir):
+    """--folder or, without it, that of the newest checkpoint; None where there is none."""
+    if folder:
+        return Path(folder)
+    checkpoints = Path(out_dir, SCRIPT).glob('*/ckpt.pt')
+    newest = max(checkpoints, key=os.path.getmtime, default=None)
+    return newest and newest.parent
+
+def load_run(c, name='best.pt'):
+    """Settings and model of --folder, or of the last run, with its best weights."""
+    folder = last_folder(c.folder, c.out_dir)
+    if not folder:
+        fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
+    saved = load_checkpoint(folder / name)
+    model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
+    model.load_state_dict(saved['model'])
+    return model.config, model.eval()
+
+def train_and_report(c, where=SCRIPT):
+    """Train in a folder of its own or, with --resume, go on in the run's; say what came out."""
+    if c.folder and not c.resume:
+        fail('--folder names a run to --resume; a new run finds a name of its own')
+    data = load_data(c)
+    folder = Path(c.folder) if c.resume else new_folder(c, where)
+    try:
+        model, log = train(c, folder, data)
+    except KeyboardInterrupt:
+        print(f'\nstopped; continue with: python {SCRIPT}.py --resume --folder {folder}')
+        raise SystemExit(130)
     if RANK == 0:
-        draw(folder / 'curves.png', {c.variant: [log]}, [('step', 'loss'), ('step', METRIC)])
-        write_file(folder.parent / 'last', folder.name.encode())  # for load_run
-        print(report(c, model, log))
+        print(report(c, model.eval(), log, folder, data))
     return dict(log[-1], log=log, folder=folder)
 
-# -------- compare
-def cases_of(c):
-    """{name: Config}, the baseline first: rows of --table, every combination of --over FIELD=A,B,
-    or both crossed."""
-    types = {f.name: f.type for f in fields(c)}
-    cases = {'': {}} if c.over and not c.table else TABLES[c.table or next(iter(TABLES))]
-    for spec in c.over:
-        field, _, texts = spec.partition('=')
-        field = field.replace('-', '_')
-        if field not in types or types[field] is list or not texts:
-            fail(f'--over {spec}: needs FIELD=A,B, a field of --help and its values')
-        values = values_of(f'--over {field}', texts, types[field])
-        cases = {f'{name} {text}'.strip(): {**case, field: value}
-                 for name, case in cases.items() for text, value in values.items()}
-    cases = {name: replace(c, **case) for name, case in cases.items()}
-    return dict(sorted(cases.items(), key=lambda item: not is_baseline(vars(item[1]))))
-
-def is_baseline(row):
-    return all(row[name] == value for name, value in BASELINE.items())
-
-def values_of(flag, text, kind):
-    """'1,2' -> {'1': 1, '2': 2}, ints, floats, bools or texts by kind."""
-    booleans = dict(true=True, false=False)
-    try:
-        return {word: booleans[word.lower()] if kind is bool else kind(word)
-                for word in text.split(',')}
-    except (ValueError, KeyError):
-        fail(f'{flag} {text}: needs values of type {kind.__name__}, with commas')
-
-def train_all(cases, seeds, role, path, rows):
-    """Train every case with every seed: a row in rows, and in the csv at path, for each run."""
-    begin, n = time.time(), len(seeds) * len(cases)
-    for i, (seed, (case, c)) in enumerate(itertools.product(seeds, cases.items())):
-        left = f', about {(time.time() - begin) / i * (n - i) / 60:.0f} min left' if i else ''
-        print(f'\n{case}, seed {seed}: run {i + 1} of {n}{left}')
-        c = replace(c, seed=seed)
-        folder = run_folder(c)
-        try:
-            _, log = train_to_end(c, folder)
-            figures = {name: x for name, x in log[-1].items() if '.' not in name}
-            losses = [row['loss'] for row in log if 'loss' in row] or [math.nan]  # over the steps
-            figures['mean_loss'] = sum(losses) / len(losses)
-            if math.isnan(figures[METRIC]):
-                raise FloatingPointError(f'{METRIC} is nan')
-        except FloatingPointError as error:
-            print(f'counts as worst: {error}')
-            worst = math.inf if BETTER is min else -math.inf
-            figures = {**dict.fromkeys([METRIC, *RESULTS], worst), 'seconds': math.nan,
-                       'mean_loss': math.nan}
-        about = json.loads((folder / 'config.json').read_text('utf-8'))
-        rows.append(dict(case=case, role=role, **about, **figures, run=folder.name))
-        write_csv(path, rows)
-
-def compare(c):
-    """Train every case with every seed on the same batches; differences are paired by seed."""
-    out = Path(c.out_dir, SCRIPT)
-    folder = out / f'compare-{checksum([repr(c), sources()]):08x}'
-    rows, final = [], values_of('--final-seeds', c.final_seeds, int) if c.final_seeds else {}
-    if c.from_csv:
-        for path in c.from_csv.split(','):
-            rows += read_csv(path)
-    else:
-        cases, seeds = cases_of(c), values_of('--seeds', c.seeds, int)
-        if {*seeds.values()} & {*final.values()} or (final and not c.best):
-            fail('--final-seeds judge what --best chose by other --seeds')
-        if c.best and len({vars(own).get(c.best) for own in cases.values()}) < 2:
-            fail(f'--best {c.best}: needs --over {c.best}=A,B, the values to choose from')
-        if len({run_name(own) for own in cases.values()}) < len(cases):
-            fail('two cases have the same settings: no run can be compared with itself')
-        role = 'choosing' if final else 'judging'
-        train_all(cases, seeds.values(), role, folder / 'runs.csv', rows)
-
-    if c.best:
-        choosing = [row for row in rows if row['role'] == 'choosing'] or rows
-        chosen = choose(c.best, choosing, folder)
-        if final and not c.from_csv:
-            best = {case: cases[case] for case in chosen}
-            train_all(best, final.values(), 'judging', folder / 'runs.csv', rows)
-        rows = [row for row in rows if row['case'] in chosen]
-    judging = [row for row in rows if row['role'] == 'judging']
-    if not judging:
-        fail('all of these runs chose, and none judges yet')
-    table = tabulate(judging, c.figure or RESULTS[0])
-    logs = {line['case']: [] for line in table}
-    for row in judging:
-        if (out / row['run'] / 'log.csv').exists():
-            logs[row['case']].append(read_csv(out / row['run'] / 'log.csv'))
-    draw(folder / 'compare.png', logs, [('step', METRIC), ('step', 'loss'), ('seconds', METRIC)])
-    return table
-
-def choose(field, rows, folder):
-    """Of cases that differ only in `field`, those with the best mean METRIC; all are drawn."""
-    runs_of, groups, best, lines = {}, {}, [], {}
-    for row in rows:
-        runs_of.setdefault(row['case'], []).append(row)
-    for case, runs in runs_of.items():
-        others = [runs[0].get(name) for name in settings(Config()) if name not in (field, 'seed')]
-        groups.setdefault(repr(others), []).append(case)
-    means = {case: np.mean([run[METRIC] for run in runs]) for case, runs in runs_of.items()}
-    print(f'\n{METRIC} by {field}: mean x number of runs. Left: the case they choose.\n'
-          '*: at an end of the range, so a better one may lie beyond it')
-    for group in groups.values():
-        group.sort(key=lambda case: runs_of[case][0][field])
-        best.append(BETTER(group, key=means.get))
-        end = ' *' if best[-1] in (group[0], group[-1]) else ''
-        text = f'{best[-1] + end:24}'
-        for case in group:
-            value = str(runs_of[case][0][field]).removesuffix('.0')  # a csv has 3.0 for 3
-            text += f'{value}: {means[case]:.4f} x {len(runs_of[case])}   '
-        print(text.rstrip())
-        line = [{field: runs_of[case][0][field], METRIC: means[case]} for case in group]
-        lines[best[-1]] = [line]
-    draw(folder / f'{field}.png', lines, [(field, METRIC)])
-    return best
-
-def deviation(values):
-    """Standard deviation, nan of a single value."""
-    return np.std(values, ddof=1) if len(values) > 1 else math.nan
-
-def student(gaps, tests=1):
-    """Of paired differences: half the interval of their mean that holds at 95 % for all of so many
-    tests together (Bonferroni), and the two-sided p that this one's mean is 0.
-    With t = sqrt(n - 1) tan(a), the angle a has a density proportional to cos(a)^(n - 2)."""
-    n, error = len(gaps), deviation(gaps) / max(1, len(gaps)) ** 0.5  # of the mean
-    if not error > 1e-9 * abs(np.mean(gaps)):  # too few, or always the same
-        return math.nan, math.nan
-    angle = np.linspace(0, math.pi / 2, 100_001)[:-1]
-    t = (n - 1) ** 0.5 * np.tan(angle)
-    chance = np.cumsum(np.cos(angle) ** (n - 2))
-    chance /= chance[-1]  # of a |t| up to this one
-    half = error * t[np.searchsorted(chance, 1 - 0.05 / tests)]
-    return half, 1 - np.interp(abs(np.mean(gaps)) / error, t, chance)
-
-@np.errstate(all='ignore')  # a diverged run's figures are infinite
-def tabulate(rows, figure):
-    """Print rows of runs.csv by case, with a figure's differences from the baseline, or else the
-    first case -> a dict for each line of the table."""
-    if figure not in rows[0]:
-        fail(f'--figure {figure}: choose from {", ".join(rows[0])}')
-    others = [name for name in (*RESULTS, 'seconds', 'skipped')  # skipped: steps, in float16
-              if name in rows[0] and name != figure]
-    cases, table = {}, []
-    for row in sorted(rows, key=lambda row: not is_baseline(row)):
-        if cases.setdefault(row['case'], {}).setdefault(row['seed'], row) is not row:
-            fail(f'{row["case"]}, seed {row["seed"]:g}: two runs; tabulate an experiment at a time')
-    first, *rest = cases.values()
-    tests = max(1, sum(len(runs) > 1 for runs in rest))
-    print(f'\n{figure} of {len(first)} seeds. diff: from row 1, paired by seed. +-: at 95 %\n'
-          f'together (Bonferroni, {tests} tested). p: for a row alone. Other columns are means.\n'
-          f'{"":24}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
-          + ''.join(f' {name:>9}' for name in others))
-    for case, runs in cases.items():
-        values = [run[figure] for run in runs.values()]
-        gaps = [run[figure] - first[seed][figure] for seed, run in runs.items() if seed in first]
-        size = next(iter(runs.values()))['parameters'] / 1e6
-        half, p = student(gaps, tests)
-        line = dict(case=case, size=size, mean=np.mean(values), sd=deviation(values),
-                    diff=np.mean(gaps) if gaps else math.nan, interval=half, p=p)
-        for name in others:
-            line[name] = np.mean([run.get(name, math.nan) for run in runs.values()])
-        table.append(line)
-        text = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'.format(**line)
-        for name in others:
-            text += f' {line[name]:{max(9, len(name))}.4g}'
-        print(f'{case:24}' + text.replace('nan', '  -'))
-    return table
-
-def bench(c):
-    """Time a training step of every case in turn, so that noise hits all."""
-    cases, data, models, times = cases_of(c), load_data(c), {}, {}
-    for case, own in cases.items():
-        device, dtype = pick_device(own)
-        model = make_model(own, data).to(device).train()
-        net = torch.compile(model) if own.compile else model
-        models[case] = net, device, make_optimizer(model, own), *mixed_precision(device, dtype)
-        times[case] = []
-    # the last steps, where a ViT's images are largest; two more to warm up
-    for step in range(c.max_iters, c.max_iters + c.rounds + 2):
-        for case, (net, device, optimizer, autocast, scaler) in models.items():
-            own = cases[case]
-            batches = [get_batch(data, own, step, i, device) for i in range(own.grad_accum_steps)]
-            clock = time.perf_counter()
-            train_step(net, batches, own, optimizer, scaler, autocast)  # ends in .item()
-            times[case].append(time.perf_counter() - clock)
-    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
-    first = np.array(next(iter(times.values())))
-    for case, own in times.items():
-        low, ratio, high = np.percentile((own / first)[2:], [25, 50, 75])
-        print(f'{case:24}{1000 * np.median(own[2:]):9.1f} ms{ratio:8.3f} ({low:.3f}-{high:.3f})')
-    return times
-
-# -------- the command line
-def parse(argv):
-    """argv -> action, Config."""
+def parse(argv=None):
+    """argv -> action, Config: the defaults or, with --resume, the run's settings; preset; flags."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and not words[0].startswith('-') else 'train'
     if action not in ACTIONS:
         fail(f'{action}: choose from {", ".join(ACTIONS)}')
     p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--flag value ...]',
-        description=SOURCE.partition('class Config:\n')[2].partition('    def ')[0],
+        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        description=SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
-    p.add_argument('--preset', choices=PRESETS, default='tiny', help='settings; flags override')
-    flags = ['--preset', *('--' + f.name.replace('_', '-') for f in fields(Config))]
-    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(action='append')}
-    for f, flag in zip(fields(Config), flags[1:]):
-        p.add_argument(flag, '--' + f.name, help=argparse.SUPPRESS,
-                       **kinds.get(f.type, dict(type=f.type)))
-    given, unknown = p.parse_known_args(words)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].partition('=')[0], flags, 1)
-        fail(f'{unknown[0]}: no such flag' + (f'; do you mean {near[0]}?' if near else ''))
-    given = vars(given)
-    if 'best' in given:
-        given['best'] = given['best'].replace('-', '_')
-    preset = given.pop('preset')
-    if preset == 'tiny' and torch.cuda.is_available():
-        print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
-    return action, Config(**{**PRESETS[preset], **given})
+    p.add_argument('--preset', choices=PRESETS, help='a set of settings; flags override it')
+    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(nargs='+')}
+    for f in fields(Config):
+        kind = kinds.get(f.type, dict(type=f.type))
+        flag = '--' + f.name.replace('_', '-')
+        p.add_argument(flag, '--' + f.name, help=argparse.SUPPRESS, **kind)
+    given = vars(p.parse_args(words))
+    preset = given.pop('preset', 'tiny')
+    given = {**PRESETS[preset], **given}
+    folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
+    if not given.get('resume') or not folder:  # --resume before the first run: this is the first
+        if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
+            print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+        return action, Config(**{**given, 'resume': False})
+    saved = load_checkpoint(folder / 'ckpt.pt')
+    config = {**asdict(Config()), **saved['config']}
+    names = [f.name for f in fields(Config)]
+    for name in names[:names.index('device')]:
+        if name != 'max_iters' and given.get(name, config[name]) != config[name]:
+            fail(f'--resume: {folder} has --{name.replace("_", "-")} {config[name]}, which stays')
+    if given.get('max_iters', config['max_iters']) < saved['progress'][0]:
+        fail(f'--max-iters {given["max_iters"]}: {folder} is at step {saved["progress"][0]}')
+    if saved['version'] != VERSION:
+        print(f'note    {SCRIPT}.py has changed since {folder} was saved')
+    return action, Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
 
 def main(argv=None):
     """Do what the command line says -> the figures that came out."""
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     action, c = parse(argv)
-    pick_device(c)
+    if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
+        fail('--compile needs a C++ compiler: install one, or give --no-compile')
+    if WORLD > 1 and 'MASTER_ADDR' not in os.environ:
+        fail(f'WORLD_SIZE={WORLD} is set without the rest of what torchrun sets: unset it')
     if WORLD > 1:
         dist.init_process_group()
     try:
         return ACTIONS[action](c)
-    except KeyboardInterrupt as stop:
-        print('\nstopped', stop)
-        raise SystemExit(130)
     except torch.OutOfMemoryError:
-        message = 'out of memory: a smaller --batch-size with more --grad-accum-steps needs less'
+        message = 'out of memory: use a smaller --batch-size and more --grad-accum-steps'
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         message = str(error)
     finally:
         if WORLD > 1:
             dist.destroy_process_group()
     fail(message)  # out here, where a notebook's memory of the error keeps no tensors alive
-# --- end of tools
+# --- end of runs
 
-ACTIONS = {'train': train_and_report, 'compare': compare, 'bench': bench,
-           'inspect': inspect_layers, 'predict': predict}
+ACTIONS = {'train': train_and_report, 'predict': predict}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
     sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character

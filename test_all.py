@@ -47,12 +47,14 @@ import torch
 from torch.nn import functional as F
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE / 'experiments')]
 import admm_detr as detr
 import attentionx_gpt as gpt
 import belief_vit as vit
 import mask_distill as mask
 import prepare_data
+if importlib.util.find_spec('scipy'):
+    import compare
 
 torch.set_num_threads(1)
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -112,10 +114,6 @@ def refuse(script, words, *argv):
     assert end.code == 2 and end.err.count('\n') == 1, (argv, end.code, end.err)
     assert all(word in end.err for word in words), (argv, words, end.err)
 
-def printed_by(end):
-    """Lines of a command's output, without those on pictures and presets."""
-    return [line for line in end.out.splitlines() if not line.startswith(('picture', 'no ', 'note'))]
-
 def wants(package):
     """A decorator: skip the test where this package is missing."""
     return unittest.skipUnless(importlib.util.find_spec(package), f'{package} is not installed')
@@ -161,10 +159,17 @@ def fill(net):
         p.copy_(torch.as_tensor(w))
     return net
 
-def checkpoint(path):
-    """The only ckpt.pt below path."""
-    found, = path.glob('**/ckpt.pt')
-    return torch.load(found, weights_only=True)
+def load(path):
+    return torch.load(path, weights_only=True)
+
+def interrupted(script, step, error=KeyboardInterrupt):
+    """A patch: Ctrl-C, or another end, while the process prepares this step."""
+    whole = script.get_batch
+    def get_batch(data, c, now, micro, device):
+        if now == step and micro == 0:
+            raise error
+        return whole(data, c, now, micro, device)
+    return patch.object(script, 'get_batch', get_batch)
 
 # ------------------------------------ attentionx_gpt.py ------------------------------------
 def gpt_model(dtype=torch.float64, device=DEVICE, **settings):
@@ -423,37 +428,79 @@ def test_gpt_sampling():
 def test_gpt_mask_data(tmp_path):
     text = 'naïve\n λ\t"\\x00"' * 2
     (tmp_path / 'a.txt').write_text(text * 10, 'utf-8')
-    for script, c in ((gpt, gpt.Config(block_size=16)), (mask, mask_config(stage='teacher'))):
-        data = script.load_data(dataclasses.replace(c, data=str(tmp_path / 'a.txt')))
-        assert bytes(data.train.tolist()) == (text * 9).encode()
+    (tmp_path / 'crlf.txt').write_bytes(b'\xef\xbb\xbf' + (text * 10).replace('\n', '\r\n').encode())
+    for script, name in itertools.product((gpt, mask), ('a.txt', 'crlf.txt')):
+        data = script.load_data(script.Config(data=str(tmp_path / name), block_size=16))
+        assert bytes(data.train.tolist()) == (text * 9).encode(), (script.SCRIPT, name)
         assert bytes(data.val.tolist()) == text.encode()
         assert script is mask or data.val_bytes == len(data.val)
-    for name, n in (('train', 50), ('val', 40)):  # as prepare_data.py writes it
-        np.arange(n, dtype=np.uint16).tofile(tmp_path / f'{name}.bin')
-    (tmp_path / 'meta.json').write_text('{"tokenizer": "gpt2", "bytes": {"val": 200}}')
-    data = gpt.load_data(gpt.Config(data=str(tmp_path), block_size=16))
-    own = mask.load_data(mask_config(data=str(tmp_path), stage='teacher'))
-    assert len(data.train) == len(own.train) == 50 and len(data.val) == len(own.val) == 40
-    assert data.vocab_size == own.vocab_size == 50257 and data.val_bytes == 200
-    for script in (gpt, mask):  # a change of theirs trains anew
-        names = {path.name for path in script.data_files(script.Config(data=str(tmp_path)))}
-        assert names >= {'train.bin', 'val.bin'}, (script.SCRIPT, names)
-        assert script.get_tokenizer('bytes').n_vocab == 256, script.SCRIPT  # 255 is in no text
-    (tmp_path / 'meta.json').unlink()  # nanoGPT's own folders have none
-    assert gpt.load_data(gpt.Config(data=str(tmp_path), block_size=16)).vocab_size == 50257
-    (tmp_path / 'photo.jpg').write_bytes(bytes(range(256)))
-    (tmp_path / 'unfinished').mkdir()
-    for script in (gpt, mask):
-        refuse(script, ['UTF-8'], *tiny(script, tmp_path, '--data', tmp_path / 'photo.jpg'))
-        refuse(script, ['did not finish'], *tiny(script, tmp_path, '--data', tmp_path / 'unfinished'))
-    for words in (['--block-size', 40], ['--n-embd', 18]):
-        refuse(gpt, words[:1], *tiny(gpt, tmp_path, '--data', tmp_path, *words))
     # every tenth file of Python's own is to validate on
-    files = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))
-    ninth = files[9].read_text('utf-8')
+    ninth = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))[9].read_text('utf-8')
     for script in (gpt, mask):
         train, val = script.read_text(script.Config())
         assert ninth in val and ninth not in train, script.SCRIPT
+    (tmp_path / 'photo.jpg').write_bytes(bytes(range(256)))
+    for script in (gpt, mask):
+        refuse(script, ['UTF-8'], *tiny(script, tmp_path, '--data', tmp_path / 'photo.jpg'))
+    for words in (['--block-size', 4000], ['--n-embd', 18]):
+        refuse(gpt, words[:1], *tiny(gpt, tmp_path, *words))
+    refuse(gpt, ['vocab'], *tiny(gpt, tmp_path, '--vocab-size', 100))
+
+def test_gpt_mask_tokens(tmp_path):
+    """Folders of token files: right ones are read, others are refused before the first step."""
+    ids = np.arange(3000) % 256
+    def folder_of(name, meta, **splits):
+        path = tmp_path / 'data' / name
+        path.mkdir(parents=True)
+        for split, content in dict(dict(train=ids, val=ids[:300]), **splits).items():
+            content = content.astype(np.uint16).tobytes() if type(content) is np.ndarray else content
+            (path / f'{split}.bin').write_bytes(content)
+        if meta:
+            (path / meta[0]).write_bytes(meta[1])
+    ours = 'meta.json', b'{"tokenizer": "bytes", "bytes": {"val": 300}}'
+    folder_of('plain', ours)
+    folder_of('nanogpt', None)  # GPT-2's tokens, as nanoGPT's folders
+    head = np.array([20240520, 1, 4000], '<i4').tobytes()
+    wrong = {  # a folder, and a word of what is said of it
+        'wide': (ours, dict(train=ids.astype(np.int64).tobytes()), 'train.bin'),
+        'narrow': (ours, dict(val=ids[:301].astype(np.uint8).tobytes()), 'odd'),
+        'empty': (ours, dict(train=b''), 'empty'),
+        'high': (None, dict(val=ids[:300] + 50100), '50355'),
+        'header': (ours, dict(train=head + ids.astype(np.uint16).tobytes()), 'header'),
+        'characters': (('meta.pkl', b'\x80'), {}, 'meta.pkl'),
+        'damaged': (('meta.json', b''), {}, 'not JSON'),
+        'llama': (('meta.json', b'{"tokenizer": "llama"}'), {}, 'llama'),
+        'unnamed': (('meta.json', b'{}'), {}, 'meta.json')}
+    for name, (meta, splits, _) in wrong.items():
+        folder_of(name, meta, **splits)
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        for script in (gpt, mask):
+            data = script.load_data(script.Config(data='plain', block_size=16))
+            assert (data.train == ids).all() and len(data.val) == 300 and data.vocab_size == 256
+            assert script is mask or data.val_bytes == 300
+            again = script.load_data(script.Config(data='data/plain', block_size=16))
+            assert (again.train == data.train).all()
+            data = script.load_data(script.Config(data='nanogpt', block_size=16))
+            assert data.vocab_size == 50257
+            for name, (_, _, words) in wrong.items():
+                end = run(script, *tiny(script, tmp_path, '--data', name))
+                assert end.code == 2 and re.search(words, end.err), (name, end.err)
+                assert end.err.count('\n') == 1 and 'step ' not in end.out, (name, end.err)
+    finally:
+        os.chdir(before)
+
+def test_gpt_mask_tokenizers():
+    """<|endoftext|> is GPT-2's token 50256; bytes need no file."""
+    for script in (gpt, mask):
+        encode, decode = script.get_tokenizer('bytes')
+        assert list(encode('é')) == [195, 169] and decode([195, 169, 255]) == 'é\ufffd'
+        special, text = [], types.SimpleNamespace(
+            encode=lambda text, allowed_special: special.append(allowed_special), decode=None)
+        with patch('tiktoken.get_encoding', lambda name: text):
+            script.get_tokenizer('gpt2')[0]('a<|endoftext|>')
+        assert special == [{'<|endoftext|>'}], (script.SCRIPT, special)
 
 def test_gpt_mask_batches():
     """Every variant sees the same windows; step, micro-batch and seed give others."""
@@ -486,22 +533,44 @@ def test_gpt_bigram():
     p = (2 + 3 / 10) / (3 + 1) * (0 + 2 / 10) / (2 + 1)  # of 1 after 0, and of 2 after 1
     close(gpt.bigram_loss(data), -math.log(p) / 2, 1e-6)
 
-def test_gpt_init_and_actions(tmp_path):
-    """A checkpoint of nanoGPT, to start from; what train and inspect say of it."""
+def test_gpt_init(tmp_path):
+    """A checkpoint of nanoGPT to start from, with the prefixes that wrappers add; what does not fit
+    is refused; what train says of the result."""
     net = gpt_model(torch.float32, 'cpu', vocab_size=256, attention='softmax', bias=True)
-    state = {'_orig_mod.' + key: p for key, p in net.state_dict().items()}
-    state['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)  # its mask
-    torch.save({'model': state, 'iter_num': 7}, tmp_path / 'nano.pt')
-    flags = tiny(gpt, tmp_path, '--init', tmp_path / 'nano.pt', '--attention', 'softmax', '--bias')
-    refuse(gpt, ['does not fit', 'size mismatch'], *flags, '--n-embd', 32)
-    end = run(gpt, *flags, '--max-iters', 0)
-    assert same(checkpoint(tmp_path)['model'], net.state_dict())
+    state = dict(net.state_dict(), **{'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16)})  # mask
+    flags = tiny(gpt, tmp_path, '--attention', 'softmax', '--bias', '--max-iters', 0)
+    args = dict(n_head=2, n_layer=2)
+    for prefix, container in (('', 'model'), ('module.', 'state_dict'), ('_orig_mod.module.', 'model')):
+        file = {container: {prefix + key: p for key, p in state.items()}, 'model_args': args}
+        torch.save(file, tmp_path / 'nano.pt')
+        end = run(gpt, *flags, '--init', tmp_path / 'nano.pt')
+        assert same(load(end.result['folder'] / 'ckpt.pt')['model'], net.state_dict()), prefix
     nats = end.result['val_loss']
     assert f'{nats:.3f} nats per token, {nats / math.log(2):.3f} bits' in end.out
-    end = run(gpt, 'inspect', *flags)
-    assert [row['step'] for row in end.result] == [0, 3, 6] and 'layer 1: mh' in end.out, end.out
-    assert 'is finished' in run(gpt, 'inspect', *flags).out  # what it shows is kept with the run
+    flags += ['--init', tmp_path / 'nano.pt']
+    refuse(gpt, ['does not fit', 'size mismatch'], *flags, '--n-embd', 32)
+    refuse(gpt, ['n_head 2', '--n-head 2'], *flags, '--n-head', 4)
+    torch.save(dict(model=state, best=np.float64(2)), tmp_path / 'nano.pt')
+    refuse(gpt, ['numpy', 'state_dict'], *flags)
+    torch.save(dict(model=dict(state, extra=torch.ones(2))), tmp_path / 'nano.pt')
+    refuse(gpt, ['extra'], *flags)
     refuse(gpt, ['--prompt'], 'sample', *flags, '--prompt', '')
+
+class Doubled(gpt.CausalSelfAttention):
+    def forward(self, x, cache=None):
+        q, k, v = self.qkv(x, cache)
+        return self.c_proj(2 * gpt.multi_head(q, k, v).flatten(2))
+
+def test_gpt_subclass(tmp_path):
+    """A class of one's own in ATTENTION: it trains, is sampled from its cache, and its layers,
+    which may have no MH and V, are not looked into."""
+    with patch.dict(gpt.ATTENTION, doubled=Doubled):
+        net, plain = gpt_model(attention='doubled'), gpt_model(attention='softmax-scaled', gamma=2)
+        idx = gpt_ids(2, 9)
+        close(net(idx, idx)[0], plain(idx, idx)[0], 1e-12)
+        assert torch.equal(net.generate(idx, 6, 0), plain.generate(idx, 6, 0))
+        end = run(gpt, *tiny(gpt, tmp_path, '--attention', 'doubled'))
+        assert end.code == 0 and not (end.result['folder'] / 'layers.png').exists(), end.err
 
 def test_gpt_diagnose():
     """One layer by hand; belief-star has two matrices, in this order.  [BF Eq. 15]"""
@@ -520,6 +589,126 @@ def test_gpt_diagnose():
     update_out = block.attn.c_proj(delta)  # Delta's part alone
     close(got['update_out'], update_out.norm(dim=-1).mean(), 1e-6)
     close(got['cos_update'], F.cosine_similarity(update_out, x, -1).mean(), 1e-6)
+
+EXTRA_ROWS = 'differential', 'gated', 'laplacian'  # rows of experiments/variants.py
+
+def load_variants():
+    """They stay in gpt.ATTENTION for as long as the test's patch.dict lasts."""
+    path = HERE / 'experiments' / 'variants.py'
+    spec = importlib.util.spec_from_file_location('variants', path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+def variants_layers(name, **settings):
+    """The attention layers of a model with four heads, norms' scales not all 1."""
+    layers = [block.attn for block in gpt_model(attention=name, n_head=4, **settings).transformer.h]
+    for attn in layers:
+        if name == 'differential':
+            attn.norm.weight.data *= torch.linspace(0.5, 2, len(attn.norm.weight)).to(DEVICE)
+    return layers
+
+def variants_slow(name, layer, attn, x):
+    """A row by its paper's formulas, one token and one head after the other."""
+    out, hs = torch.empty_like(x), x.size(2) // 4
+    for b, t in itertools.product(range(x.size(0)), range(x.size(1))):
+        rows = (x[b] @ attn.c_attn.weight.T).view(-1, 3, 4, hs)  # (T, 3, nh, hs)
+        Q, K, V = rows.permute(1, 2, 0, 3)  # (nh, T, hs)
+        def mh(m, values):
+            e = torch.exp(K[m, :t + 1] @ Q[m, t] / hs ** 0.5)
+            return e @ values[:t + 1] / e.sum()
+        if name == 'differential':
+            first = 0.8 - 0.6 * math.exp(-0.3 * layer)
+            a1, b1, a2, b2 = attn.vectors
+            lam = torch.exp(a1 @ b1) - torch.exp(a2 @ b2) + first
+            heads = []
+            for m in (0, 1):
+                values = torch.cat([V[m], V[m + 2]], 1)  # (T, 2 hs)
+                y = mh(m, values) - lam * mh(m + 2, values)
+                y = attn.norm.weight * y / torch.sqrt((y * y).mean() + 1e-5)
+                heads.append((1 - first) * y)
+        else:
+            heads = [mh(m, V[m]) for m in range(4)]
+        if name == 'laplacian':
+            heads[:2] = V[0, t] - heads[0], V[1, t] - heads[1]
+        heads = torch.cat(heads)
+        if name == 'gated':
+            heads = heads / (1 + torch.exp(-attn.c_gate.weight @ x[b, t]))
+        out[b, t] = attn.c_proj.weight @ heads
+    return out
+
+@patch.dict(gpt.ATTENTION)
+def test_gpt_variants_formulas():
+    """And their derivatives. Loading the file adds these rows and no others."""
+    before = {*gpt.ATTENTION}
+    load_variants()
+    assert {*gpt.ATTENTION} - before == {*EXTRA_ROWS}, gpt.ATTENTION.keys()
+    x, _, _ = qkv(2, 5, 16)
+    for name in EXTRA_ROWS:
+        for layer, attn in enumerate(variants_layers(name)):
+            close(attn(x), variants_slow(name, layer, attn, x), 1e-12)
+        attn = variants_layers(name, n_embd=8)[1]
+        inputs = [x[:1, :3, :8].clone().requires_grad_(), *attn.parameters()]
+        assert torch.autograd.gradcheck(lambda x, *parameters: attn(x), inputs), name
+
+@patch.dict(gpt.ATTENTION)
+def test_gpt_variants_causality_and_cache():
+    """A change at token 7 shows only after it; the cache does not change what is written."""
+    load_variants()
+    idx = gpt_ids(2, 12)
+    changed = idx.clone()
+    changed[:, 7] += 1
+    for name, arch, zero_diag in itertools.product(EXTRA_ROWS, ('gpt2', 'rotary'), (False, True)):
+        net = gpt_model(attention=name, arch=arch, zero_diag=zero_diag)
+        a, b = net(idx, idx)[0], net(changed, idx)[0]
+        close(a[:, :7], b[:, :7], 0)
+        assert (a[:, 8:] - b[:, 8:]).abs().amax(-1).min() > 1e-6, (name, arch, zero_diag)
+        text = net.generate(idx[:, :1], 15, temperature=0)
+        for t in range(1, 16):
+            assert torch.equal(net(text[:, :t])[0].argmax(-1), text[:, [t]]), (name, arch, t)
+
+@patch.dict(gpt.ATTENTION)
+def test_gpt_variants_identities():
+    load_variants()
+    x, _, _ = qkv(2, 6, 16)
+    softmax, gated, differential, laplacian = [
+        variants_layers(name)[1] for name in ('softmax', 'gated', 'differential', 'laplacian')]
+    # a gate with W_g = 0 is half open
+    gated.c_gate.weight.data.zero_()
+    close(gated(x), softmax(x) / 2, 1e-14)
+    # lambda = 0 leaves the first map
+    first = 0.8 - 0.6 * math.exp(-0.3)
+    differential.vectors.data.zero_()
+    differential.vectors.data[2:, 0] = math.log(1 + first) ** 0.5  # 1 - (1 + first) + first
+    q, k, v = differential.qkv(x)  # (B, nh, T, hs)
+    mh = gpt.multi_head(q[:, :2], k[:, :2], torch.cat([v[:, :2], v[:, 2:]], 3))
+    want = differential.c_proj((1 - first) * differential.norm(mh).flatten(2))
+    close(differential(x), want, 1e-14)
+    # without itself, the first token attends to nothing
+    for name in ('gated', 'differential'):
+        close(variants_layers(name, zero_diag=True)[1](x)[:, 0], torch.zeros(2, 16), 0)
+    # one half of Laplacian's heads are softmax's, the other AttentionX's with gamma = 1
+    mh, v = laplacian.heads(x)
+    heads = gpt.ATTENTION['laplacian'](mh, v, 3.0)
+    close(heads[:, :, 2:], gpt.ATTENTION['softmax'](mh, v, 3.0)[:, :, 2:], 0)
+    close(heads[:, :, :2], gpt.ATTENTION['attentionx'](mh, v, 1.0)[:, :, :2], 0)
+
+@patch.dict(gpt.ATTENTION)
+def test_gpt_variants_initialisation():
+    """What they share with softmax starts out equal, and the seed alone decides on the rest."""
+    load_variants()
+    def make(name, seed=1):
+        return gpt.GPT(gpt.Config(attention=name, vocab_size=40, seed=seed))
+    base = make('softmax').state_dict()
+    for name in EXTRA_ROWS:
+        state = make(name).state_dict()
+        assert same({key: state[key] for key in base}, base), name
+        assert same(state, make(name).state_dict()), name
+    net, other = make('differential'), make('differential', seed=2)
+    vectors = torch.stack([block.attn.vectors for block in
+                           (*net.transformer.h, *other.transformer.h)])  # (6, 4, hs)
+    assert len(vectors[:, 0, 0].unique()) == 6, vectors[:, 0, 0]
+    close(vectors.std(), 0.1, 0.01)
+    _, keep = gpt.make_optimizer(net, net.config).param_groups
+    assert net.transformer.h[0].attn.vectors in {*keep['params']}  # without weight decay
 
 # ------------------------------------ belief_vit.py ------------------------------------
 def vit_model(device=DEVICE, dtype=torch.float64, **settings):
@@ -571,7 +760,7 @@ def test_vit_logits_of_the_originals():
         assert eps == {1e-5 if c.shifted else 1e-6}, (c.model, eps)
 
 def test_vit_sizes_and_recipes():
-    """Sizes, recipes and tables are the papers'."""
+    """Sizes and recipes are the papers'."""
     for size, settings in (
             (9_622_512, dict(model='vit-small', num_classes=10)),
             (11_195_376, dict(model='vit-small', num_classes=10, attention='belief-star')),
@@ -583,13 +772,11 @@ def test_vit_sizes_and_recipes():
     has(vit.Config(**vit.PRESETS['cifar-paper']), model='vit-small', zero_diag=True,
         randaugment='paper', batch_size=512, grad_accum_steps=1, optimizer='set-adam',
         learning_rate=1e-4, warmup_iters=0, grad_clip=0, max_iters=math.ceil(400 * 45_000 / 512))
+    assert vit.default_gamma(vit.Config(model='vit-small', attention='attentionx')) == 1
     has(vit.Config(**vit.PRESETS['imagenet-paper']), model='deit-small-local', zero_diag=False,
         first_size=32, batch_size=64, grad_accum_steps=1, optimizer='adamw',
-        learning_rate=1.25e-4, min_lr=0.08, mix=True, drop_path=0.1, max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
-    rows = vit.TABLES['papers'].values()
-    assert [row['attention'] for row in rows] == ['softmax', 'attentionx', 'belief', 'belief-star']
-    for row in rows:
-        assert vit.default_gamma(vit.Config(**{**vit.PRESETS['cifar-paper'], **row})) == 1
+        learning_rate=1.25e-4, min_lr_ratio=0.08, mix=True, drop_path=0.1,
+        max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
 
 def test_vit_initialisation():
     """Variants share their weights to the bit; each model has its original's spread."""
@@ -600,6 +787,7 @@ def test_vit_initialisation():
     assert not torch.equal(base['pos_embed'], vit_model(seed=1).pos_embed)
     uniform = lambda fan_in: (3 * fan_in) ** -0.5
     for model, expected in {
+            'tiny': {'pos_embed': 1},
             'vit-small': {'pos_embed': 1, 'patch_embed.proj.weight': uniform(240)},
             'deit-small': {'pos_embed': 0.02, 'blocks.0.attn.qkv.weight': 0.02},
             'deit-small-local': {'blocks.0.attn.qkv.weight': 384 ** -0.5,
@@ -607,6 +795,8 @@ def test_vit_initialisation():
         state = vit.ViT(vit.Config(model=model, depth=2)).state_dict()
         for key, std in expected.items():
             assert abs(state[key].std() - std) <= 0.12 * std, (model, key, state[key].std(), std)
+            normal = 'conv' not in key and 'patch_embed' not in key
+            assert (state[key].abs().max() > 2 * std) == normal, (model, key)
 
 def test_vit_positions():
     """Images of other sizes get positions between those learned, the class token its own."""
@@ -619,20 +809,28 @@ def test_vit_positions():
     assert rows[0, 0] < 0, rows[0]  # bicubic overshoots, bilinear would not
 
 def test_vit_init_file(tmp_path):
-    """--init takes DeiT's checkpoint: another grid, other classes, no W^s."""
-    big = vit_model('cpu', model='deit-small', num_classes=9, image_size=16,
-                    dtype=torch.float32).state_dict()
-    torch.save({'model': big}, tmp_path / 'big')
-    flags = tiny(vit, tmp_path, '--model', 'deit-small', '--attention', 'belief-star')
-    flags += ['--max-iters', '0']
-    done(vit, *flags, '--init', tmp_path / 'big')
-    state = checkpoint(tmp_path)['model']
-    big['pos_embed'] = vit.resize_positions(big['pos_embed'], (2, 2))
-    for key, p in state.items():
-        new = key.startswith('head') or 'proj_s' in key
-        assert new and len(p) in (3, 12) or torch.equal(p, big[key]), key
-    torch.save({'encoder': big['norm.bias']}, tmp_path / 'foreign')
-    refuse(vit, ['--init', 'foreign', 'encoder'], *flags, '--init', tmp_path / 'foreign')
+    """--init takes DeiT's checkpoint: another grid, other classes, no W^s. Containers and prefixes
+    of other programs change nothing; what does not fit is named."""
+    big = vit_model('cpu', torch.float32, model='deit-small', num_classes=9, image_size=16)
+    big = big.state_dict()
+    want = dict(big, pos_embed=vit.resize_positions(big['pos_embed'], (2, 2)))
+    flags = tiny(vit, tmp_path, '--model', 'deit-small', '--attention', 'belief-star',
+                 '--init', tmp_path / 'big')
+    _, c = vit.parse(flags)
+    for container, prefix in (('model', ''), ('state_dict', 'module.'), ('', 'model.')):
+        weights = {prefix + key: p for key, p in big.items()}
+        torch.save({container: weights, 'epoch': 3} if container else weights, tmp_path / 'big')
+        with QUIET:
+            state = vit.make_model(c, vit.load_data(c)).state_dict()
+        for key, p in state.items():
+            new = key.startswith('head') or 'proj_s' in key
+            assert new and len(p) in (3, 12) or torch.equal(p, want[key]), (prefix, key)
+    for words, file in (
+            (['encoder'], {'encoder': big['norm.bias']}),
+            (['norm.bias'], dict(big, **{'norm.bias': torch.zeros(7)})),
+            (['num_heads 3', '--num-heads 3'], dict(model=big, config=dict(num_heads=3)))):
+        torch.save(file, tmp_path / 'big')
+        refuse(vit, words, *flags)
 
 def test_vit_dropout():
     """In training alone. Stochastic depth leaves out whole images, most in the last block."""
@@ -655,7 +853,7 @@ def test_vit_dropout():
     close(blocks[1](x, (2, 2)), x, 0)
 
 def test_vit_optimizers():
-    """AdamW decays matrices alone; SET-Adam's constants are the paper's."""
+    """AdamW decays matrices alone; SET-Adam's constants are the paper's; warmup and cosine."""
     net = vit_model()
     decay, keep = vit.make_optimizer(net, vit.Config(weight_decay=0.2)).param_groups
     assert (decay['weight_decay'], keep['weight_decay']) == (0.2, 0), (decay, keep)
@@ -665,6 +863,8 @@ def test_vit_optimizers():
     group, = vit.make_optimizer(net, vit.Config(optimizer='set-adam')).param_groups
     found = group['betas'], group['eps'], group['tau']
     assert found == ((0.9, 0.999), 1e-18, 0.5), found
+    c = vit.Config(learning_rate=1, min_lr_ratio=0.2, warmup_iters=9, max_iters=109)
+    close([vit.learning_rate(step, c) for step in (0, 9, 59, 109)], [0.1, 1, 0.6, 0.2], 1e-6)
 
 def test_vit_set_adam():
     """The formulas, at gradients from 1e-12 to 1e12; gradients of zero move nothing."""
@@ -709,8 +909,6 @@ def test_vit_batches(tmp_path):
     images = vit.normalise(data.train[0], 8, c)
     found = [int((images == x).all((1, 2, 3)).nonzero()) for x in epoch]
     assert sorted(found) == list(range(48)) != found, found
-    names = {path.name for path in vit.data_files(c)}  # a change of theirs trains anew
-    assert names >= {'train.npz', 'test.npz'}, names
     for step, size in ((29, 8), (30, 16), (99, 32)):  # two patches more after five epochs
         images = get(step, image_size=32, first_size=8)[0]
         assert images.shape == (4, 3, size, size), (step, images.shape)
@@ -742,49 +940,109 @@ def test_vit_evaluation(tmp_path):
     assert (figures['val_loss'], figures['val_acc']) == want, (figures, want)
     for name, want in (('cifar10', [-2.4291, -2.4183, -2.2214]),
                        ('data/cifar100', [-1.8957, -1.8974, -1.5965])):
-        c = vit.Config(data=name)
-        black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, c)
+        black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, vit.Config(data=name))
         close(black.flatten(), want, 1e-3)
-        stripes = np.zeros((1, 3, 16, 16), np.uint8)
-        stripes[..., ::4] = 255
-        close(vit.visible(vit.normalise(stripes, 16, c), c), stripes / 255, 1e-6)
-        blurred = vit.visible(vit.normalise(stripes, 4, c), c)  # not every fourth column
-        close(blurred, torch.full((1, 3, 4, 4), 0.25), 0.1)
+    stripes = np.zeros((1, 3, 16, 16), np.uint8)
+    stripes[..., ::4] = 255
+    blurred = vit.normalise(stripes, 4, c) * torch.tensor(0.229) + 0.485  # of red
+    close(blurred[:, 0], torch.full((1, 4, 4), 0.25), 0.1)  # not every fourth column
 
 def test_vit_best_weights(tmp_path):
-    """best.pt is the best step's; the test set is for the end, for the last weights and these."""
-    seen = []
+    """best.pt is the best step's, or the last one's where no accuracy is a number. The test set is
+    for the end: for the last weights and, in the report, for the best."""
     def judge(model, images, labels, c, device):
         end = len(seen) >= 4  # it has judged steps 0, 3, 6 and 9
         assert len(labels) == (30 if end else 6)
         assert torch.is_autocast_enabled(device.type) != end  # which keeps casts of weights
         seen.append(model.head.bias.tolist())
-        return 1.0, len(seen) == 3
-    with patch.object(vit, 'loss_and_accuracy', judge):
-        figures = done(vit, *tiny(vit, tmp_path, '--max-iters', 9, '--dtype', 'bfloat16'))
-        assert figures['test_acc'] == figures['best_test_acc'] == 0, figures  # loss is 1
-        assert checkpoint(tmp_path)['model']['head.bias'].tolist() == seen[3]
-    last, best = seen[4:]
-    assert last == seen[3] != seen[2] == best, seen
+        return 1.0, accuracies[len(seen) - 1]
+    for accuracies, best in ([math.nan] * 6, 3), ([0, 0, 1, 0, 0.3, 0.7], 2):
+        seen = []
+        with patch.multiple(vit, loss_and_accuracy=judge, draw=print, draw_attention=print):
+            end = run(vit, *tiny(vit, tmp_path, '--max-iters', 9, '--dtype', 'bfloat16'))
+        assert seen[4] == seen[3] != seen[2] and seen[5] == seen[best], (best, seen)
+    assert 'accuracy 30.0 %, with the best weights 70.0 %' in end.out, end.out
+
+def test_vit_arrays(tmp_path):
+    """Labels (N, 1) or whole floats are as good as (N,); all else is refused by file and reason."""
+    flags, train = tiny(vit, tmp_path), tmp_path / 'data/train.npz'
+    c = vit.Config(data=str(tmp_path / 'data'))
+    want = vit.load_data(c).train[1].tolist()
+    with np.load(train) as file:
+        x, y = file['images'], file['labels']
+    for labels in (y[:, None], y.astype(float)):
+        np.savez(train, images=x, labels=labels)
+        assert vit.load_data(c).train[1].tolist() == want
+    for word, images, labels in (
+            ('(60, 3)', x, np.eye(3)[y]), ('-1', x, y - 1), ('<U21', x, y.astype(str)),
+            ('nan', x, np.where(y == 2, math.nan, y)), ('0.5', x, y + 0.5),
+            ('(60, 1, 8, 8)', x[:, :1], y), ('float64', x / 255, y),
+            ('(60, 8, 8, 3)', x.transpose(0, 2, 3, 1), y)):
+        np.savez(train, images=images, labels=labels)
+        refuse(vit, ['train.npz', word], *flags)
+    np.savez(train, images=x, labels=y + 1)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        vit.load_data(c)
+    assert 'no images for 1 of 4 classes: 0' in out.getvalue()
+    for words, meta in ((['label 3', '2 classes'], '{"classes": ["red", "green"]}'),
+                        (['meta.json', 'classes'], '{}'), (['meta.json', 'classes'], '')):
+        (tmp_path / 'data/meta.json').write_text(meta)
+        refuse(vit, words, *flags)
+    train.write_bytes(b'no archive')
+    refuse(vit, ['train.npz', 'images', 'labels'], *flags)
+
+def vit_photos(root, **counts):
+    """Photos in root/COLOUR/*."""
+    from PIL import Image
+    for colour, n in counts.items():
+        (root / colour).mkdir(parents=True)
+        for i in range(n):
+            Image.new('RGB', (20, 16), colour).save(root / colour / f'{i}.jpg')
 
 @wants('PIL')
 def test_vit_photos(tmp_path):
-    """A folder of photos trains, and predicts; a file that is none is named."""
-    from PIL import Image
-    for name, colour in (('blue', (0, 0, 200)), ('red', (200, 0, 0))):
-        (tmp_path / 'photos' / name).mkdir(parents=True)
-        for i in range(12):
-            photo = tmp_path / 'photos' / name / f'{i}.jpg'
-            Image.new('RGB', (20, 16), colour).save(photo)
-    (tmp_path / 'photos/.ipynb_checkpoints').mkdir()
+    """A folder of photos trains and predicts; what else lies in it is left out and counted."""
+    vit_photos(tmp_path / 'photos', blue=12, red=12)
     flags = tiny(vit, tmp_path, '--data', tmp_path / 'photos', '--val-fraction', 0.25)
-    figures = done(vit, *flags, '--max-iters', 30)
-    assert figures['test_acc'] == 1, figures
-    predict = ['predict', '--out-dir', tmp_path / 'out']
-    answer, = done(vit, *predict, '--images', photo)
-    assert answer[0][0] == 'red' and answer[0][1] > 0.5 and len(answer) == 2, answer
-    photo.write_text('no photo')
-    refuse(vit, [str(photo)], *flags, '--fresh')
+    end = run(vit, *flags, '--max-iters', 30)
+    assert end.result['test_acc'] == 1 and 'test accuracy 100.0 %' in end.out, end.out
+    if importlib.util.find_spec('matplotlib'):
+        pictures = {path.stem for path in end.result['folder'].glob('*.png')}
+        assert pictures == {'attention', 'curves', 'layers'}, pictures
+    photos = [tmp_path / 'photos' / name / '0.jpg' for name in ('red', 'blue')]
+    red, blue = done(vit, 'predict', '--out-dir', tmp_path / 'out', '--images', *photos)
+    assert red[0][0] == 'red' and red[0][1] > 0.5 and blue[0][0] == 'blue', (red, blue)
+    c = vit.Config(data=str(tmp_path / 'photos'))
+    clean = vit.load_data(c)
+    vit_photos(tmp_path / 'photos', green=0)
+    for name in ('.ipynb_checkpoints/0.jpg', '__MACOSX/red/0.jpg', 'red/._0.jpg', 'red/notes.txt'):
+        (tmp_path / 'photos' / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'photos' / name).write_bytes(b'no photo')
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        other = vit.load_data(c)
+    assert 'no photos: 4; folders without photos: 3' in out.getvalue(), out.getvalue()
+    assert other.classes == ['blue', 'red']
+    assert all((a == b).all() for a, b in zip(other.train + other.test, clean.train + clean.test))
+
+@wants('PIL')
+def test_vit_photos_to_test(tmp_path):
+    """val, or else test, is the test set; its classes are those of train."""
+    vit_photos(tmp_path / 'train', blue=12, red=12)
+    vit_photos(tmp_path / 'test', red=5)
+    with QUIET:
+        data = vit.load_data(vit.Config(data=str(tmp_path)))
+    assert data.test[1].tolist() == [1] * 5 and len(data.train[1]) + len(data.val[1]) == 24
+    flags = tiny(vit, tmp_path, '--data', tmp_path)
+    (tmp_path / 'val').mkdir()
+    shutil.copy(tmp_path / 'test/red/0.jpg', tmp_path / 'val')
+    refuse(vit, [f'{tmp_path / "val"} needs the class folders', 'no photos'], *flags)
+    vit_photos(tmp_path / 'val', yellow=2)
+    refuse(vit, [f'{tmp_path / "val"} needs the class folders', 'yellow'], *flags)
+
+@wants('PIL')
+def test_vit_read_photo(tmp_path):
+    """The crop by hand; forms of one photo are read alike; what cannot be read is named."""
+    from PIL import Image
     noise = Image.effect_noise((120, 80), 99)
     noise.save(tmp_path / 'noise.png')
     for size, chance, box in (  # left, top, right, bottom
@@ -794,9 +1052,30 @@ def test_vit_photos(tmp_path):
         got = vit.read_photo(tmp_path / 'noise.png', size, chance)
         assert (got == np.asarray(want)).all(), box
     for draw, flip, image in ((0.9, True, got), (0.1, True, got[..., ::-1]), (0.1, False, got)):
-        c = vit.Config(flip=flip)
-        crop = vit.augment(str(tmp_path / 'noise.png'), [*chance, draw], c, 8)
+        crop = vit.augment(str(tmp_path / 'noise.png'), [*chance, draw], vit.Config(flip=flip), 8)
         assert (crop == image).all(), (draw, flip)
+
+    want, root = vit.read_photo(tmp_path / 'noise.png', 40), tmp_path / 'photos/noise'
+    root.mkdir(parents=True)
+    noise.save(root / 'a.TIF')
+    greys = np.asarray(noise).astype(np.uint16) * 256 + 99  # white, if cut off at 255
+    Image.fromarray(greys).save(root / 'b.png')
+    exif = Image.Exif()
+    exif[0x0112] = 6  # on its side
+    noise.transpose(Image.ROTATE_90).save(root / 'c.png', exif=exif)
+    paths, _ = vit.list_photos(tmp_path / 'photos')
+    assert len(paths) == 3 and all((vit.read_photo(path, 40) == want).all() for path in paths)
+
+    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / 'float.tif')
+    Image.effect_noise((400, 400), 99).save(tmp_path / 'huge.png')
+    png = bytearray((tmp_path / 'huge.png').read_bytes())
+    at = png.find(b'IDAT', png.find(b'IDAT') + 4)
+    png[at:at + 4] = bytes(4)
+    (tmp_path / 'damaged.png').write_bytes(png)
+    for name in ('float.tif', 'huge.png', 'damaged.png', 'missing.jpg'):
+        with patch.object(Image, 'MAX_IMAGE_PIXELS', 1e4 if name == 'huge.png' else 1e9):
+            with unittest.TestCase().assertRaisesRegex(OSError, name):
+                vit.read_photo(tmp_path / name, 8)
 
 @wants('PIL')
 def test_augment_to_the_byte():
@@ -856,25 +1135,19 @@ def test_vit_diagnose():
     assert silent['alpha'] == silent['update'] == 0, silent
 
 def test_vit_mistakes(tmp_path):
+    """What a setting must be is said with its name and value."""
     flags = tiny(vit, tmp_path)
-    refuse(vit, ['--patch-size'], *flags, '--patch-size', 3)
+    for name, value in dict(depth=0, first_size=-4, dropout=1.5, drop_path=1, label_smoothing=-0.1,
+                            min_lr_ratio=6, learning_rate=math.nan, model='vit').items():
+        refuse(vit, [f'{name} {value}'], *flags, '--' + name, value)
+    refuse(vit, ['--patch-size 3'], *flags, '--patch-size', 3)
     refuse(vit, ['--images'], 'predict', *flags)
-    for name in ('seed', 'max-iters', 'eval-rows', 'first-size'):
-        refuse(vit, [name, '0 or more'], *flags, '--' + name, -4)
-    train = tmp_path / 'data/train.npz'
-    (tmp_path / 'data/meta.json').write_text('{"classes": ["red", "green"]}')
-    refuse(vit, ['label 2', '2 classes'], *flags)
-    (tmp_path / 'data/meta.json').unlink()
-    np.savez(tmp_path / 'data/test.npz', images=np.zeros((2, 3, 8, 8), np.uint8), labels=[0, 3])
-    refuse(vit, ['label 3', '3 classes'], *flags)
-    np.savez(train, images=np.zeros((30, 3, 8, 8)), labels=range(30))
-    refuse(vit, ['train.npz', 'uint8'], *flags)
-    np.savez(train, images=np.zeros((30, 8, 8), np.uint8), labels=range(30))  # greys
-    refuse(vit, ['train.npz', '(N, 3, H, W)'], *flags)
-    train.unlink()
-    refuse(vit, ['train.npz', 'CLASS'], *flags)
+    refuse(vit, ['no such folder', 'prepare_data.py'], *flags, '--data', 'nowhere')
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+        vit.normalise(np.zeros((2, 3, 8, 8)), 8, vit.Config())  # an array of one's own
+    assert 'bytes' in err.getvalue()
 
-@wants('PIL')
 def test_vit_registers(tmp_path):
     """Tokens that belong to no patch need a change of class ViT alone, in every model and with all
     that a recipe can have."""
@@ -882,12 +1155,11 @@ def test_vit_registers(tmp_path):
         def embed(self, images):
             x, grid = super().embed(images)
             return torch.cat([x[:, :1], x[:, :1] * 0 + 0.1, x[:, 1:]], 1), grid
-    recipe = ['--mix', '--randaugment', 'paper', '--drop-path', 0.2, '--label-smoothing', 0.1]
-    with patch.object(vit, 'ViT', WithRegisters):
-        for model in vit.MODELS:
-            log = done(vit, 'inspect', *tiny(vit, tmp_path, '--model', model, *recipe))
-            assert [row['step'] for row in log] == [0, 3, 6], (model, log)
-            assert math.isfinite(log[-1]['1.cos_update']), (model, log[-1])
+    for model in vit.MODELS:
+        _, c = vit.parse(tiny(vit, tmp_path, '--model', model, '--mix', '--drop-path', 0.2))
+        with QUIET, patch.object(vit, 'ViT', WithRegisters):
+            _, log = vit.train(c)
+        assert math.isfinite(log[-1]['1.cos_update']), (model, log[-1])
 
 # ------------------------------------ admm_detr.py ------------------------------------
 KINDS = ['softmax', 'no-weights', 'l2', 'admm', 'admm-vanilla', 'admm-printed',
@@ -897,7 +1169,9 @@ OPTIONS = [dict(ridge=ridge, positive=positive)
            for ridge in (0.0, 1.0) for positive in (False, True)]
 
 def detr_config(**settings):
-    return detr.Config(**{**SMALL_DETR, 'num_classes': len(detr.SHAPES), **detr.OA, **settings})
+    """A small model with OA's attention, but for its random tokens."""
+    return detr.Config(**{**SMALL_DETR, 'num_classes': len(detr.SHAPES), **detr.OA,
+                          'random_tokens': 0, **settings})
 
 def tokens(*sizes, d=32, dtype=torch.float64):
     """Layer-normed tokens of two heads of d channels."""
@@ -928,69 +1202,80 @@ def slow_lasso(q, k, penalty, e, positive, skip):
 def test_detr_lasso_reference():
     """Every option against coordinate descent; the last token is zero. Where no token helps, the
     solution is zero."""
-    for options, own in itertools.product(OPTIONS, (False, True)):
+    for options, is_self in itertools.product(OPTIONS, (False, True)):
         ridge, positive = options.values()
         q, k = tokens(3, 7, d=5)
         k[:, :, -1] = 0
-        q = k if own else q
-        x = detr.lasso(q, k, own, 0.1, 0.2, 1500, **options)
-        close(x, detr.lasso(q, k, own, 0.1, 0.2, 1500, vanilla=True, **options), 1e-9)
+        q = k if is_self else q
+        x = detr.lasso(q, k, is_self, 0.1, 0.2, 1500, **options)
+        close(x, detr.lasso(q, k, is_self, 0.1, 0.2, 1500, vanilla=True, **options), 1e-9)
         for head, i in itertools.product(range(2), range(3)):
             Q, K = numbers(q[0, head, i]), numbers(k[0, head])
             products = K @ Q
-            if own:
+            if is_self:
                 products[i] = 0
             largest = max(products) if positive else max(abs(products))
             e = ridge * np.linalg.eigvalsh(K.T @ K).mean()
-            want = slow_lasso(Q, K, 0.1 * 2 * largest, e, positive, i if own else None)
+            want = slow_lasso(Q, K, 0.1 * 2 * largest, e, positive, i if is_self else None)
             close(x[0, head, i], want, 1e-6)
     k = torch.tensor([[[[1.0, 0.0], [1.0, 0.1]]]], device=DEVICE)
     q = torch.tensor([[[[-1.0, 5.0]]]], device=DEVICE)
     x = detr.lasso(q, k, rho=1e-4, positive=True, iterations=3)
     assert not x.any(), x
 
-def objective(x, q, k, penalty, e=0.0):
-    """Problem (2), with a ridge term, for every query."""
-    left = (q - x @ k).square().sum(-1)
-    return left + (penalty * x.abs() + e * x.square()).sum(-1)
+def decoder_tokens(c):
+    """Queries and keys of an untrained model's last cross-attention, (4, nh, ..., hs), float64."""
+    data, calls = detr.load_data(c), []
+    model = detr.make_model(c, data).to(DEVICE)
+    attn = model.transformer.decoder['layers'][-1].multihead_attn
+    attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
+    with torch.no_grad():
+        model(detr.load_batch(data.val, [(row, None) for row in range(4)], DEVICE)[0])
+    q, k, _ = attn.heads(*calls[0][:3])
+    return q.double(), detr.dictionary(k, no_padding(k), c.centre, c.random_tokens).double()
 
-def test_detr_iterations():
-    """The default ones are enough, and over-relaxation pays: how far the objective is above that
-    after 2000 iterations, relative to it."""
-    q, k = tokens(10, 100)
+def test_detr_how_far_it_is_solved():
+    """The default reaches the optimum, OA's iterations do not, and as published they leave: how
+    far x is from it, relative to its length. Over-relaxation pays."""
     gaps = []
-    for c, relax in (detr.Config(), 1.6), (detr_config(), 1.6), (detr_config(), 1.0):
-        options = dict(sparsity=c.sparsity, ridge=c.ridge, positive=c.positive)
-        penalty, _, e = detr.scales(q, k, **options)
-        x = detr.lasso(q, k, rho=c.rho, iterations=c.iterations, relax=relax, **options)
-        best = detr.lasso(q, k, iterations=2000, **options)
-        gap = objective(x, q, k, penalty, e) / objective(best, q, k, penalty, e) - 1
-        gaps.append(gap.clamp_min(0).mean())
-    ours, exact, plain = gaps
-    assert ours < 1e-4 and 0 < exact < 1e-2 and plain > 1.5 * exact, gaps
+    for settings in {}, detr.OA:
+        c = detr.Config(**settings)
+        q, k = decoder_tokens(c)
+        solve = lambda n, relax=1.6: detr.lasso(q, k, False, c.sparsity, c.rho, n, relax, c.ridge,
+                                                c.positive)
+        best = solve(5000)
+        for x in (solve(c.iterations), solve(c.iterations, 1.0), detr.as_published(q, k)):
+            gaps.append(((x - best).norm(dim=-1) / best.norm(dim=-1)).mean().item())
+    default, _, _, exact, plain, published = gaps
+    assert default < 0.01 and 0.3 < exact < 0.5 and exact < plain and published > 2, gaps
 
 def test_detr_attention_reference():
-    """With padding, centred and random tokens: the Lasso of tokens put together by hand."""
+    """With padding, centred and random tokens: the Lasso of tokens put together by hand; ridge
+    regression solved as it is defined."""
     hidden = torch.arange(9, device=DEVICE)[None] >= 7
     extra = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    for centre, own in itertools.product((False, True), (False, True)):
+    for centre, is_self in itertools.product((False, True), (False, True)):
         c = detr_config(sparsity=0.05, rho=0.2, iterations=9, ridge=1.0, positive=True,
                         centre=centre, random_tokens=3)
         q, k = tokens(3, 9, d=5)
-        q = k if own else q
+        q = k if is_self else q
         real = k[:, :, :7]
         if centre:
             real = real - real.mean(2, keepdim=True)
         K = torch.cat([real, 0 * k[:, :, 7:], extra.expand(1, 2, 3, 5)], 2)
-        want = detr.lasso(q, K, own, 0.05, 0.2, 9, ridge=1.0, positive=True) ** 5
+        want = detr.lasso(q, K, is_self, 0.05, 0.2, 9, ridge=1.0, positive=True) ** 5
         want = want / want.abs().sum(-1, keepdim=True).clamp_min(1e-30)
         for name in ('admm', 'admm-vanilla'):
-            x = detr.ATTENTION[name](q, k, hidden, own, c)
+            x = detr.ATTENTION[name](q, k, hidden, is_self, c)
             close(x, want[..., :9], 1e-8)
             assert not x[..., 7:].any(), name
+    S = k @ k.mT  # of which the trace is that of K^T K
+    rho = 0.3 * S.diagonal(dim1=2, dim2=3).sum(-1)[..., None, None] / 5
+    want = torch.linalg.solve(S + rho * torch.eye(9, device=DEVICE), k @ q.mT).mT
+    close(detr.l2(q, k, no_padding(k), False, detr_config(power=0, rho=0.3)), want, 1e-10)
     attn = detr.DecoderLayer(detr_config(self_attention='admm')).self_attn
-    x, _ = attn.coefficients(k, k, k)  # not itself
-    assert x.any() and not x.diagonal(dim1=2, dim2=3).any(), x
+    x, _ = attn.coefficients(k, k, k)
+    assert x.any() and not x.diagonal(dim1=2, dim2=3).any(), x  # no token attends to itself
 
 def test_detr_gradcheck():
     """Every solver; the printed formulas where smooth, in one iteration."""
@@ -1019,7 +1304,7 @@ def test_detr_degenerate_tokens():
         assert all(t.isfinite().all() for t in (x, a.grad, b.grad)), (kind, c)
     close(detr.sharpen(torch.tensor([1e-8, 0.0]), 3), 0, 1e-5)  # it fades
     q, k = [t.requires_grad_() for t in tokens(6, 20, d=64, dtype=torch.float32)]
-    x = detr.printed(q, 10 * k)
+    x = detr.as_published(q, 10 * k)
     gradients = torch.autograd.grad(x.square().sum(), [q, k])
     assert all(t.isfinite().all() for t in (x, *gradients)), x
 
@@ -1046,15 +1331,7 @@ def test_detr_padding_and_precision():
             _, y = module.coefficients(*module.heads(q, padded, padded), padding)
             close(module.out_proj(y.transpose(1, 2).flatten(2)), want, 1e-4)
 
-def test_detr_ridge_regression():
-    """Ridge regression solved as it is defined."""
-    q, k = tokens(5, 9, d=6)
-    S = k @ k.mT  # its trace is that of K^T K
-    rho = 0.3 * S.diagonal(dim1=2, dim2=3).sum(-1)[..., None, None] / 6
-    want = torch.linalg.solve(S + rho * torch.eye(9, device=DEVICE), k @ q.mT).mT
-    close(detr.l2(q, k, no_padding(k), False, detr_config(power=0, rho=0.3)), want, 1e-10)
-
-def slow_printed(V, rho, threshold, vanilla, corrected=False):
+def slow_as_published(V, rho, threshold, vanilla, corrected=False):
     """Equations (3) and (4) to the letter, or (3) without its misprints, four iterations; the query
     is token 2."""
     if vanilla:
@@ -1074,9 +1351,8 @@ def slow_printed(V, rho, threshold, vanilla, corrected=False):
         x, mu = new, mu + new - z
     return z if corrected else x
 
-def test_detr_printed_equations():
-    """(3) and (4) against numpy; 15 iterations end far from the Lasso; (3) corrected is, iteration
-    by iteration, ADMM for the Lasso with 2 lambda."""
+def test_detr_published_equations():
+    """(3) and (4) against numpy; (3) corrected is ADMM for the Lasso with 2 lambda."""
     k, = tokens(9, d=5)
     V = numbers(k[0, 1])
     penalty, rho, _ = detr.scales(k, k, True, 0.1, 0.2)
@@ -1084,24 +1360,18 @@ def test_detr_printed_equations():
     c = detr_config(sparsity=0.1, rho=0.2, iterations=4, power=0, random_tokens=1)
     more = detr.dictionary(k, no_padding(k), random_tokens=1)
     for name, vanilla in (('admm-vanilla-printed', True), ('admm-printed', False)):
-        x = detr.printed(k, k, True, 0.1, 0.2, 4, vanilla, sigma=0.0)[0, 1, 2]
-        close(x, slow_printed(V, r, threshold, vanilla), 1e-9)
-        x = detr.printed(k, more, True, 0.1, 0.2, 4, vanilla)[..., :9]
+        x = detr.as_published(k, k, True, 0.1, 0.2, 4, vanilla, sigma=0.0)[0, 1, 2]
+        close(x, slow_as_published(V, r, threshold, vanilla), 1e-9)
+        x = detr.as_published(k, more, True, 0.1, 0.2, 4, vanilla)[..., :9]
         hidden = ~no_padding(k)  # they pay no heed to it
         close(detr.ATTENTION[name](k, k, hidden, True, c), x, 1e-12)
     penalty, _, _ = detr.scales(k, k, False, 0.1)
-    want = slow_printed(V, r, penalty[0, 1, 2].item() / r, True, corrected=True)
+    want = slow_as_published(V, r, penalty[0, 1, 2].item() / r, True, corrected=True)
     twice = detr.lasso(k, k, False, 2 * 0.1, 0.2, 4, relax=1.0, vanilla=True)[0, 1, 2]
-    assert want.any()
     close(twice, want, 1e-12)
-    q, k = tokens(10, 100)
-    penalty, _, _ = detr.scales(q, k)
-    far, near = [objective(f(q, k), q, k, penalty).mean() for f in (detr.printed, detr.lasso)]
-    assert far > 100 * near, (far, near)
-
 def test_detr_a_row_with_weights():
     """A row of your own, with W_q, W_k, W_v: a line in ATTENTION and a word in PROJECTED."""
-    def sparsemax(q, k, padding, own, c):
+    def sparsemax(q, k, padding, is_self, c):
         x = (q @ k.mT).relu().masked_fill(padding[:, None, None], 0)
         return x / x.sum(-1, keepdim=True).clamp_min(1e-9)
     with (patch.dict(detr.ATTENTION, sparsemax=sparsemax),
@@ -1128,9 +1398,10 @@ def test_detr_as_facebookresearch():
     close(box, [0.5540449, 0.5603625, 0.6181914, 0.3576915], 1e-5)
     boxes = [[[0.5, 0.5, 0.4, 0.3], [0.2, 0.3, 0.2, 0.2], [0.8, 0.7, 0.1, 0.5]],
              [[0.4, 0.6, 0.3, 0.3]]]
-    targets = [(torch.tensor(labels, device=DEVICE), torch.tensor(own, device=DEVICE).double())
-               for labels, own in zip(([3, 17, 44], [1]), boxes)]
-    close(detr.set_loss(out, targets, c, *detr.divisors([3, 1], c)), 22.547493929079366, 1e-5)
+    targets = [dict(labels=torch.tensor(labels, device=DEVICE),
+                    boxes=torch.tensor(some, device=DEVICE).double())
+               for labels, some in zip(([3, 17, 44], [1]), boxes)]
+    close(detr.set_loss(out, targets, c), 22.547493929079366, 1e-5)
 
 def test_detr_parameter_counts():
     """The original's, and what attention without weights saves: 3.8 %, both 7.6 %."""
@@ -1143,25 +1414,24 @@ def test_detr_parameter_counts():
             assert detr.count(detr.DETR(c)) == size, (kinds, detr.count(detr.DETR(c)))
     grid = detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3]
     assert grid == (16, 8), grid
-    small = detr.count(detr.DETR(detr_config(stride=8)).backbone)
-    assert small == 9 * (3 * 32 + 32 * 64 + 64 * 96 + 96 * 96) + 2 * (32 + 64 + 96 + 96), small
 
 def test_detr_initial_weights():
     """Variants share what they have in common; every learned tensor gets a gradient."""
     nets = {}
     for name in KINDS:
-        own = 'admm' if name == 'l2' else name
-        nets[name] = detr.DETR(detr_config(self_attention=own, cross_attention=name, out_proj=True))
+        kind = 'admm' if name == 'l2' else name
+        c = detr_config(self_attention=kind, cross_attention=name, out_proj=True)
+        nets[name] = detr.DETR(c)
     full = nets['softmax'].state_dict()
     bound = full['transformer.decoder.layers.0.multihead_attn.in_proj_weight'].abs().max()
     assert 0.9 < bound / math.sqrt(6 / (16 + 48)) <= 1, bound  # Xavier's
     bound = full['backbone.0.body.3.weight'].abs().max()
     assert 0.9 < bound * math.sqrt(32 * 9) <= 1, bound  # PyTorch's
-    images, targets = detr_images(2), detr_targets(2, 1)
+    batch = detr_images(2), None, detr_targets(2, 1)
     for name, net in nets.items():
         assert all(torch.equal(full[key], p) for key, p in net.state_dict().items()), name
         net.to(DEVICE)
-        detr.loss_of(net, (images, None, targets, 1.0, 1.0), net.config).backward()
+        detr.loss_of(net, batch, net.config).backward()
         for key, p in net.named_parameters():
             # the first self-attention sees zeros
             dead = 'decoder.layers.0.self_attn' in key or 'decoder.layers.0.norm1.w' in key
@@ -1173,23 +1443,35 @@ def detr_images(n):
 def detr_targets(*counts):
     """For each image that many labels and boxes."""
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randint(3, (n,), generator=generator).to(DEVICE),
-             (torch.rand(n, 4, generator=generator) * 0.4 + 0.1).to(DEVICE)) for n in counts]
+    return [dict(labels=torch.randint(3, (n,), generator=generator).to(DEVICE),
+                 boxes=(torch.rand(n, 4, generator=generator) * 0.4 + 0.1).to(DEVICE))
+            for n in counts]
 
 def test_detr_losses_by_hand():
-    """Without objects, with more of them than queries, with boxes without area."""
+    """Without objects, with more of them than queries, with boxes without area; the mean over two
+    processes is the loss of the whole batch."""
     c = detr_config()
     logits, _, _ = qkv(3, 5, 4)
     boxes = torch.full((3, 5, 4), 0.5, device=DEVICE)
     outputs = dict(pred_logits=logits, pred_boxes=boxes, aux_outputs=[])
-    loss = detr.set_loss(outputs, detr_targets(0, 0, 0), c, *detr.divisors((0, 0, 0), c))
+    loss = detr.set_loss(outputs, detr_targets(0, 0, 0), c)
     close(loss, -logits.log_softmax(-1)[..., 3].mean(), 1e-7)
-    assert detr.divisors([8], c) == (5, 8), detr.divisors([8], c)
+    assert detr.normalisers([8], c, DEVICE) == (5, 8), detr.normalisers([8], c, DEVICE)
+    for counts in ((2, 8, 1), (0, 0, 1), (0, 0, 0)):
+        targets, losses = detr_targets(*counts), []
+        for part in slice(0, 1), slice(1, 3):
+            some = dict(pred_logits=logits[part], pred_boxes=boxes[part], aux_outputs=[])
+            total = torch.tensor(detr.normalisers(counts, c, DEVICE))
+            total[1] = sum(counts)
+            with (patch.object(detr, 'WORLD', 2),
+                  patch.object(detr.dist, 'all_reduce', lambda sums: sums.copy_(total))):
+                losses.append(detr.set_loss(some, targets[part], c))
+        close(sum(losses) / 2, detr.set_loss(outputs, targets, c), 1e-6)
     point = boxes[0, 0]
-    close(detr.generalised_iou(point, point), 0, 0)
+    close(detr.generalised_iou(0 * point, 0 * point), 0, 0)
     logits[0, 3, 2] = 99  # of five equal boxes, the surest of the class
-    targets = [(torch.tensor([2], device=DEVICE), point[None])]
-    pairs = detr.match_batch(logits[None, :1], boxes[None, :1], targets, c)
+    pairs = detr.match_batch(logits[None, :1], boxes[None, :1], torch.tensor([2], device=DEVICE),
+                             point[None], [1], c)
     assert pairs.T.tolist() == [[0, 0, 3, 0]], pairs
 
 def test_detr_cheapest_pairs():
@@ -1234,262 +1516,292 @@ def test_detr_ap_as_pycocotools():
     got = detr.coco_ap(dict(annotations=[one, crowd]), [dict(one, bbox=[0, 0, 10, 8], score=1.0)])
     close(got['AP50'], 1, 1e-9)
 
+def colours(image):
+    """A normalised image (3, H, W) -> colours 0 to 1."""
+    return image.numpy() * detr.STD + detr.MEAN
+
 def test_detr_shapes():
     """Boxes hug what is drawn, a kind of your own included; the same row is the same drawing."""
     areas = dict(rectangle=1, disc=math.pi / 4, triangle=0.5, diamond=0.5)
     with patch.dict(detr.SHAPES, diamond=lambda x, y, tip: abs(x - 0.5) + abs(y - 0.5) <= 0.5):
         data = detr.Shapes(60, 64)
-        plans = [data.plan(row) for row in range(60)]
-        alone = [plan for plan in plans if len(plan.labels) == 1]
-        drawn = {data.classes[plan.labels] for plan in alone}
+        drawings, drawn = [data[row, None] for row in range(60)], set()
+        close(drawings[7][0], data[7, None][0], 0)
+        for image, target in drawings:
+            if len(target['labels']) == 1:
+                image, name = colours(image), data.classes[target['labels']]
+                drawn.add(name)
+                y, x = np.nonzero(abs(image - np.median(image[:, 0])).max(0) > 0.25)
+                box = 64 * detr.corners(target['boxes'][0])
+                close(box, [x.min(), y.min(), x.max() + 1, y.max() + 1], 5)
+                share = len(x) / (64 * target['boxes'][0, 2:]).prod()
+                # a shape of yours may have any
+                assert abs(share / areas.get(name, share) - 1) < 0.2, (target, share)
         assert drawn == {*detr.SHAPES} >= {'diamond'}, drawn
-        for plan in alone:
-            image = data.draw(plan).numpy() * detr.STD + detr.MEAN
-            background = np.median(image[:, 0])
-            y, x = np.nonzero(abs(image - background).max(0) > 0.25)
-            box = 64 * detr.corners(plan.boxes[0])
-            close(box, [x.min(), y.min(), x.max() + 1, y.max() + 1], 5)
-            share = areas.get(data.classes[plan.labels])  # a shape of yours may have any
-            size = (64 * plan.boxes[0, 2:]).prod() * (share or 1)
-            assert not share or abs(len(x) / size - 1) < 0.2, (plan, len(x), size)
-        close(data.draw(plans[7]), data.draw(data.plan(7)), 0)
-    for plan in plans:
-        for a, b in itertools.combinations(detr.corners(plan.boxes).tolist(), 2):
-            width, height = [min(a[i + 2], b[i + 2]) - max(a[i], b[i]) for i in (0, 1)]
-            least = min((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in (a, b))
-            assert max(0, width) * max(0, height) < 0.16 * least, (a, b)
+    for _, target in drawings:
+        boxes = 64 * detr.corners(target['boxes'])
+        got = [annotation['bbox'] for annotation in target['annotations']]
+        close([[x, y, x + w, y + h] for x, y, w, h in got], boxes, 1e-4)
+        for a, b in itertools.combinations(boxes, 2):
+            both = (torch.minimum(a, b)[2:] - torch.maximum(a, b)[:2]).clamp_min(0).prod()
+            assert both < 0.16 * min((x[2:] - x[:2]).prod() for x in (a, b)), (a, b)
 
 def test_detr_batches():
-    """A function of seed and step; micro-batches average to the whole."""
+    """A function of seed and step, whatever the number of micro-batches; what is smaller is padded
+    at right and bottom."""
     c = detr_config(batch_size=8)
     data = detr.load_data(c)
-    model = detr.make_model(c, data).to(DEVICE)
-    batch = detr.get_batch(data, c, 1, 0, DEVICE)
-    images = batch[0]
+    images, mask, _ = detr.get_batch(data, c, 1, 0, DEVICE)
+    assert mask is None
     for other, step in (c, 2), (dataclasses.replace(c, seed=1), 1):
         assert (detr.get_batch(data, other, step, 0, DEVICE)[0] != images).any(), step
     half = dataclasses.replace(c, batch_size=4, grad_accum_steps=2)
-    parts = [detr.get_batch(data, half, 1, micro, DEVICE) for micro in (0, 1)]
-    close(torch.cat([part[0] for part in parts]), images, 0)
-    mean = sum(detr.loss_of(model, part, c) for part in parts) / 2
-    close(mean, detr.loss_of(model, batch, c), 1e-5)
+    parts = [detr.get_batch(data, half, 1, micro, DEVICE)[0] for micro in (0, 1)]
+    close(torch.cat(parts), images, 0)
+    shapes = (3, 50, 25), (3, 30, 40)
+    two = [(torch.ones(shape), target) for shape, target in zip(shapes, detr_targets(1, 2))]
+    batch, mask, _ = detr.load_batch(two, [0, 1], DEVICE)
+    assert not mask[0, :, :25].any() and not mask[1, :30].any()
+    assert mask.sum() == 50 * 15 + 20 * 40 and (batch == ~mask[:, None]).all(), mask.sum()
 
 def test_detr_evaluation():
-    """A model that answers with the truth has AP 1; another image's objects have less."""
+    """A model that answers with the truth has AP 1, though it finds no-object likelier; another
+    image's objects have less."""
     c = detr_config(eval_rows=8, batch_size=4)
     data = detr.load_data(c)
-    plans = [data.val.plan(row) for row in range(8)]
-    rest = iter(plans)
+    targets = [data.val[row, None][1] for row in range(8)]
+    rest = iter(targets)
     def oracle(images, mask):
         boxes = torch.full((len(images), 5, 4), 0.5)
-        logits = torch.zeros(len(images), 5, c.num_classes + 1)
+        logits = torch.tensor([0.0, 0.0, 0.0, 25.0]).repeat(len(images), 5, 1)
         for i in range(len(images)):
-            plan = next(rest)
-            n = len(plan.labels)
-            boxes[i, :n] = plan.boxes
-            logits[i, range(n), plan.labels] = 20.0
+            target = next(rest)
+            n = len(target['labels'])
+            boxes[i, :n] = target['boxes']
+            logits[i, range(n), target['labels']] = 20.0
         return dict(pred_logits=logits.to(DEVICE), pred_boxes=boxes.to(DEVICE), aux_outputs=[])
     figures = detr.evaluate(oracle, data, c, DEVICE)
     assert figures['AP'] == figures['AP50'] == 1, figures
-    guesses = [detr.chance(some)['AP'] for some in (plans, plans[:1])]
+    guesses = [detr.chance(some)['AP'] for some in (targets, targets[:1])]
     assert guesses[0] < 0.2 and guesses[1] == 1, guesses
-
-def test_detr_post_process():
-    """The likeliest class but for no-object, and pixels: left, top, right, bottom."""
-    logits = torch.tensor([[[0.0, 2.0, 5.0]]], device=DEVICE)
-    boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4]]], device=DEVICE)
-    outputs = dict(pred_logits=logits, pred_boxes=boxes)
-    (score, label, box), = detr.post_process(outputs, [(100, 200)], threshold=0.04)[0]
-    assert label == 1, label
-    close(score, 0.04712, 1e-5)
-    close(box, [80, 30, 120, 70], 1e-4)
-    assert detr.post_process(outputs, [(100, 200)], threshold=0.05) == [[]]
 
 COCO = dict(  # ids in no order: the labels of 9 and 4 are 1 and 0
     images=[dict(id=8, file_name='b.png', width=40, height=30),
             dict(id=5, file_name='a.png', width=30, height=60)],
     categories=[dict(id=9, name='dot'), dict(id=4, name='cat')],
-    annotations=[dict(image_id=8, category_id=9, bbox=[10, 5, 20, 10]),
-                 dict(image_id=8, category_id=4, bbox=[-4, 20, 14, 20.5]),
-                 dict(image_id=8, category_id=4, bbox=[0, 0, 40, 30], iscrowd=1),
-                 dict(image_id=8, category_id=4, bbox=[7, 7, 0, 3])])
+    annotations=[dict(id=1, image_id=8, category_id=9, bbox=[10, 5, 20, 10]),
+                 dict(id=2, image_id=8, category_id=4, bbox=[-4, 20, 14, 20.5]),
+                 dict(id=3, image_id=8, category_id=4, bbox=[0, 0, 40, 30], iscrowd=1),
+                 dict(id=6, image_id=8, category_id=4, bbox=[7, 7, 0, 3])])
 
-def coco_data(path, image_size):
+def drawn(w, h):
+    """A photo (h, w, 3) whose colours tell places apart."""
+    y, x = np.mgrid[:h, :w]
+    return np.stack([x * 6, y * 4, (x + y) * 2], -1).astype(np.uint8)
+
+def coco_folder(path):
+    """Photos and annotations in COCO's layout -> the flags of a run on them."""
+    from PIL import Image
     for name in ('train2017', 'val2017'):
         (path / name).mkdir()
-        write_annotations(path, name, COCO)
-    return detr.load_data(detr_config(data=str(path), image_size=image_size)).train
+        write_annotations(path, name)
+        Image.fromarray(drawn(40, 30)).save(path / name / 'b.png')
+        Image.fromarray(drawn(30, 60)).save(path / name / 'a.png')
+    return tiny(detr, path, '--data', path, '--image-size', 30)
 
-def write_annotations(path, name, data):
+def write_annotations(path, name, **changes):
     (path / 'annotations').mkdir(exist_ok=True)
-    (path / 'annotations' / f'instances_{name}.json').write_text(json.dumps(data))
+    file = path / 'annotations' / f'instances_{name}.json'
+    file.write_text(json.dumps({**COCO, **changes}))
 
+@wants('PIL')
 def test_detr_annotations(tmp_path):
-    """No crowds, no empty boxes, cut at the edges; a photo may show nothing."""
-    train = coco_data(tmp_path, 60)
-    assert train.classes == [''] * 4 + ['cat'] + [''] * 4 + ['dot'], train.classes
-    empty, plan = train.plan(0), train.plan(1)
-    assert empty.boxes.shape == (0, 4) and plan.labels.tolist() == [9, 4], (empty, plan)
-    assert (empty.size, empty.original, empty.image_id) == ((50, 100), (60, 30), 5), empty
-    close(plan.boxes, [[0.5, 1 / 3, 0.5, 1 / 3], [0.125, 5 / 6, 0.25, 1 / 3]], 1e-6)
-    assert empty.notes + plan.notes == COCO['annotations'], (empty.notes, plan.notes)
-    flags = tiny(detr, tmp_path, '--data', tmp_path)
-    refuse(detr, ['train2017'], *flags, '--data', tmp_path / 'annotations')
-    few = detr.load_data(detr_config(data=str(tmp_path), num_queries=3)).about
-    assert few.endswith('up to 4 objects in one, more than --num-queries 3 can find'), few
-    write_annotations(tmp_path, 'train2017', {**COCO, 'images': []})
-    refuse(detr, ['no images'], *flags)
-    write_annotations(tmp_path, 'train2017', COCO)
-    for words, wrong in ((['differ'], dict(categories=COCO['categories'][1:], annotations=[])),
-                         (['category_id 4'], dict(categories=COCO['categories'][:1])),
-                         (['instances_val2017.json'], dict(categories=[]))):
-        write_annotations(tmp_path, 'val2017', {**COCO, **wrong})
-        refuse(detr, words, *flags)
-    (tmp_path / 'val2017').rmdir()  # every tenth photo is then for evaluation
-    alone = detr.load_data(detr_config(data=str(tmp_path)))
-    ids = [[image['id'] for image in split.images] for split in (alone.train, alone.val)]
-    assert ids == [[8], [5]], ids
+    """No crowds, no empty boxes, cut at the edges, and that is said; ids may be text; a photo may
+    show nothing; every tenth photo of a single split is for evaluation."""
+    end = run(detr, *coco_folder(tmp_path), '--max-iters', 0, '--num-queries', 1)
+    assert '2 objects in one, and --num-queries 1 to find them' in end.out, end.out
+    said = 'of 4 boxes 1 are cut off at the edge of their photo, and 1 without area are left out'
+    assert f'instances_val2017.json: {said}' in end.out, end.out
+    c = detr_config(data=str(tmp_path), image_size=60)
+    text = {part: [{key: str(x) if key.endswith('id') else x for key, x in one.items()}
+                   for one in COCO[part]] for part in COCO}
+    for changes in {}, text:
+        write_annotations(tmp_path, 'train2017', **changes)
+        with QUIET:
+            train = detr.load_data(c).train
+        assert train.classes == [''] * 4 + ['cat'] + [''] * 4 + ['dot'], train.classes
+        (image, empty), (_, target) = train[0, None], train[1, None]
+        assert empty['boxes'].shape == (0, 4) and target['labels'].tolist() == [9, 4], target
+        assert image.shape == (3, 100, 50) and empty['orig_size'] == (60, 30), empty
+        close(target['boxes'], [[0.5, 1 / 3, 0.5, 1 / 3], [0.125, 5 / 6, 0.25, 1 / 3]], 1e-6)
+        assert len(target['annotations']) == 4, target
+    shutil.rmtree(tmp_path / 'val2017')
     images = [dict(COCO['images'][0], id=i) for i in range(20)]
-    write_annotations(tmp_path, 'train2017', {**COCO, 'images': images})
-    alone = detr.load_data(detr_config(data=str(tmp_path)))
+    annotations = [dict(COCO['annotations'][0], image_id=i) for i in (3, 10)]
+    write_annotations(tmp_path, 'train2017', images=images, annotations=annotations)
+    alone = detr.load_data(c)
     assert [image['id'] for image in alone.val.images] == [0, 10] and len(alone.train) == 18
 
-def test_detr_transforms(tmp_path):
-    """What DETR's flip and size do to a box, worked out from the photo's shares."""
-    data = coco_data(tmp_path, 800)
-    data.images = [dict(id=8, file_name='b.png', width=640, height=480)]
-    data.annotations = {8: [dict(category_id=4, bbox=[96, 48, 320, 240])]}
-    plans = [data.plan(0, np.random.default_rng([1, i])) for i in range(400)]
-    flips, sizes = sum(p.flip for p in plans), {p.size for p in plans}
-    assert 160 < flips < 240, flips
-    assert sizes == {(int(s * 640 / 480), s) for s in range(480, 801, 32)}, sizes
-    for p in plans:
-        close(p.boxes[0], [0.6 if p.flip else 0.4, 0.35, 0.5, 0.5], 1e-6)
-    data.images[0].update(width=2000, height=500)
-    close(data.plan(0).size, [1332, 333], 0)
+@wants('PIL')
+def test_detr_annotations_that_do_not_fit(tmp_path):
+    """They are refused before a run has a folder, by file and, where it is one, annotation."""
+    flags = coco_folder(tmp_path)
+    image, other = COCO['images']
+    one, *rest = COCO['annotations']
+    first = lambda **changes: dict(annotations=[{**one, **changes}, *rest])
+    every = lambda n, bbox: dict(annotations=n * [dict(one, bbox=bbox)])
+    for words, changes in (
+            (['annotation 1', 'bbox None'], first(bbox=None)),
+            (['annotation 1', 'bbox []'], first(bbox=[])),
+            (['annotation 1', "'5'"], first(bbox=['10', '5', '20', '10'])),
+            (['annotation 1', 'nan'], first(bbox=[1, 2, math.nan, 4])),
+            (['annotation 1', 'outside', '40 x 30'], first(bbox=[41, 2, 3, 4])),
+            (['annotation 1', 'image_id 99'], first(image_id=99)),
+            (['annotation 1', 'category_id -1'], first(category_id=-1)),
+            (['annotation 2', 'category_id 4'], dict(categories=COCO['categories'][:1])),
+            (['fractions'], every(4, [0.1, 0.1, 0.2, 0.3])),
+            (['corners'], every(12, [9, 9, 39, 29])),
+            (['b.png', 'width', '[0, 30]'], dict(images=[dict(image, width=0), other])),
+            (['lacks 1 of 2', 'c.png'], dict(images=[image, dict(other, file_name='c.png')])),
+            (['30 x 60', '20 x 30'], dict(images=[image, dict(other, width=20, height=30)])),
+            (['no object'], dict(annotations=rest[1:])),
+            (["COCO's form", 'NoneType'], dict(categories=None))):
+        for split in ('train2017', 'val2017'):
+            write_annotations(tmp_path, split, **changes)
+            refuse(detr, [split, *words], *flags)
+            write_annotations(tmp_path, split)
+    refuse(detr, ['no object'], *flags, '--eval-rows', 1)
+    write_annotations(tmp_path, 'val2017', categories=[*COCO['categories'], dict(id=1, name='cow')])
+    refuse(detr, ['differ'], *flags)
+    refuse(detr, ['train2017'], *flags, '--data', tmp_path / 'annotations')
+    assert not (tmp_path / 'out').exists()
 
-def test_detr_collate():
-    """Photos of different sizes are padded at right and bottom."""
-    batch, mask = detr.collate([torch.ones(3, 50, 25), torch.ones(3, 30, 40)], DEVICE)
-    assert not mask[0, :, :25].any() and not mask[1, :30].any()
-    assert mask.sum() == 50 * 15 + 20 * 40 and (batch == ~mask[:, None]).all(), mask.sum()
+@wants('PIL')
+def test_detr_transforms(tmp_path):
+    """What DETR's flip and size do to a photo and its boxes."""
+    from PIL import Image
+    coco_folder(tmp_path)
+    with QUIET:
+        train = detr.load_data(detr_config(data=str(tmp_path), image_size=50)).train
+    sizes, flips = set(), 0
+    for i in range(200):
+        image, target = train[1, np.random.default_rng([1, i])]
+        red = colours(image)[0]
+        flip = red[0, 0] > red[0, -1]
+        close(target['boxes'][1], [0.875 if flip else 0.125, 5 / 6, 0.25, 1 / 3], 1e-6)
+        flips += flip
+        sizes.add(image.shape[1:])
+    assert 75 < flips < 125 and sizes == {(s, s * 40 // 30) for s in range(30, 51, 2)}, sizes
+    photo = Image.fromarray(drawn(40, 30))
+    want = np.asarray(photo.resize((25, 19), Image.BILINEAR)).transpose(2, 0, 1)
+    close((colours(detr.to_tensor(photo, 19)) * 255).round(), want.astype(np.float32), 0)
+    assert detr.to_tensor(photo.resize((2000, 500)), 800).shape == (3, 333, 1332)
 
 @wants('PIL')
 def test_detr_photos(tmp_path):
-    """What is read is what was drawn, and flipped; then a run on photos finds things there."""
+    """Photos that lie on their side, of 16 bits, damaged, too large."""
     from PIL import Image
-    train = coco_data(tmp_path, 30)
-    for name, (w, h) in ('a.png', (30, 60)), ('b.png', (40, 30)):
-        y, x = np.mgrid[:h, :w]
-        drawn = np.stack([x * 6, y * 4, (x + y) * 2], -1).astype(np.uint8)
-        for split in ('train2017', 'val2017'):
-            Image.fromarray(drawn).save(tmp_path / split / name)
-    plan = train.plan(1)
-    plan.flip, plan.size = True, (40, 30)
-    got = train.render([plan])[0].numpy() * detr.STD + detr.MEAN
-    want = drawn.transpose(2, 0, 1)[:, :, ::-1]
-    close((got * 255).round(), want.astype(np.float32), 0)
-    less = detr.to_tensor(Image.fromarray(drawn), (25, 19)).numpy() * detr.STD + detr.MEAN
-    want = np.asarray(Image.fromarray(drawn).resize((25, 19), Image.BILINEAR)).transpose(2, 0, 1)
-    close((less * 255).round(), want.astype(np.float32), 0)
-    exif = Image.Exif()
+    path, exif, flat = tmp_path / 'photo.png', Image.Exif(), drawn(40, 30)
     exif[0x0112] = 6  # the camera was held upright
-    Image.fromarray(drawn).save(tmp_path / 'turned.jpg', exif=exif)
-    sizes = [detr.read_photo(tmp_path / 'turned.jpg', upright).size for upright in (False, True)]
-    assert sizes == [(40, 30), (30, 40)], sizes
-    flags = tiny(detr, tmp_path, '--data', tmp_path, '--random-tokens', 4)
-    names = {path.name for path in detr.data_files(detr.parse(flags)[1])}
-    assert names == {'a.png', 'b.png', 'instances_train2017.json', 'instances_val2017.json'}, names
-    done(detr, *flags)
-    photo = tmp_path / 'val2017' / 'b.png'
-    own = ['--images', photo, '--out-dir', tmp_path / 'out', '--device', DEVICE]
-    (tmp_path / 'train2017' / 'copy').mkdir()
-    twin = shutil.copy(photo, tmp_path / 'train2017' / 'copy')
-    end = run(detr, 'detect', *own, '--images', twin, '--threshold', 0)
-    assert len(end.result[str(photo)]) == 5, end  # one for each query
-    assert 'classes cat, dot' in end.out, end.out
-    pictures = re.findall('picture (.+)', end.out)
-    assert len(set(pictures)) == 2 or not importlib.util.find_spec('matplotlib'), pictures
-    assert len(done(detr, 'inspect', *own)) == 4
+    Image.fromarray(flat).save(path, exif=exif)
+    for size, want in (None, np.rot90(flat, -1)), ((40, 30), flat), ((30, 40), np.rot90(flat, -1)):
+        assert np.array_equal(detr.read_photo(path, size), want), size
+    greys = np.arange(0, 60000, 50, np.uint16).reshape(30, 40)
+    Image.fromarray(greys).save(path)
+    assert np.array_equal(np.asarray(detr.read_photo(path))[..., 0], greys // 256)
+    done(detr, *tiny(detr, tmp_path, '--max-iters', 0))
+    detect = ['detect', '--out-dir', tmp_path / 'out', '--device', DEVICE, '--images', path]
+    with patch.object(Image, 'MAX_IMAGE_PIXELS', 500):
+        refuse(detr, ['photo.png', 'bomb'], *detect)
+    path.write_bytes(path.read_bytes()[:100])
+    refuse(detr, ['photo.png'], *detect)
+    refuse(detr, ['--images'], *detect[:-2])
 
+@wants('PIL')
 @wants('matplotlib')
-def test_detr_pictures_stay_in_place(tmp_path):
-    """A box that reaches beyond an image moves nothing, and pixels start at 0; attention is that of
-    the surest box, bright where it is largest."""
-    seen, c = [], detr.Config(classes=['dot'])
-    found = [[(0.2, 0, [-9, -9, 60, 60]), (0.9, 0, [0, 0, 9, 9])]]
-    x = torch.zeros(1, 1, 2, 6)
-    x[0, 0, 0, 0] = x[0, 0, 1, 3] = 0.1  # grid (2, 3): query 1 looks at the second row's start
-    with patch('matplotlib.figure.Figure.savefig', lambda picture, _: seen.append(picture)), QUIET:
-        detr.draw_images(tmp_path / 'a.png', [('', np.zeros((30, 40, 3)), found[0])], c)
-        detr.draw_attention(tmp_path / 'b.png', torch.ones(1, 3, 20, 30), x, (2, 3), found, c)
-    boxes, attention = [picture.axes[0] for picture in seen]
-    limits = *boxes.get_xlim(), *boxes.get_ylim()
-    assert limits == (0, 40, 30, 0), limits
-    assert [text.get_text() for text in attention.texts] == ['dot 0.90'], attention.texts
-    light = attention.images[0].get_array()
-    close(light[[0, 19], [0, 0]] / light[15, 29], [[1, 1, 1], [4, 4, 4]], 1e-5)
+def test_detr_detects(tmp_path):
+    """A run on photos finds things in others and draws them; light is where the surest query
+    looks."""
+    run(detr, *coco_folder(tmp_path), '--random-tokens', 4)
+    photos = [tmp_path / 'val2017' / name for name in ('a.png', 'b.png')]
+    end = run(detr, 'detect', '--out-dir', tmp_path / 'out', '--threshold', 0, '--device', DEVICE,
+              '--images', *photos)
+    assert [len(end.result[str(photo)]) for photo in photos] == [5, 5], end  # one for each query
+    assert 'classes cat, dot' in end.out, end.out
+    names = {file.name for file in tmp_path.glob('out/*/*/*.png')}
+    assert names == {'curves.png', 'detections.png', 'found-1-a.png', 'found-2-b.png'}, names
+    model = detr.DETR(detr_config(stride=8, cross_attention='no-weights')).to(DEVICE).eval()
+    attn = model.transformer.decoder['layers'][-1].multihead_attn
+    x = torch.zeros(1, 2, 5, 16, device=DEVICE)
+    x[0, 1, :, 7] = 0.1  # of a grid of 4 x 4: the second row's last
+    with patch.object(attn, 'coefficients', lambda *_: (x, None)):
+        target = dict(image_id=0, orig_size=(9, 9))
+        found, light = detr.find(model, torch.ones(3, 32, 32), target, 0.0)
+    assert len(found) == 5 and found == sorted(found, key=lambda one: -one['score']), found
+    assert light.sum() == light[8:16, 24:].sum() == 64, light
 
-def test_detr_actions(tmp_path):
-    """Train, and look inside; the printed formulas run, too."""
+def test_detr_trains(tmp_path):
+    """The printed formulas run, too; figures that are nan are not shown, and keep best.pt."""
     for kind in 'admm-printed', 'admm-vanilla-printed', 'admm-vanilla':
         end = run(detr, *tiny(detr, tmp_path, '--cross-attention', kind))
         assert math.isnan(end.result['APl']) and ' nan' not in end.out, end.out  # none is large
-    own = ['--out-dir', tmp_path / 'out', '--device', DEVICE]
-    rows = done(detr, 'inspect', *own)
-    assert [row['attention'] for row in rows] == 2 * ['softmax', 'admm-vanilla'], rows
-    assert all(row['nonzero'] >= 1 and 0 < row['top'] <= 1 for row in rows), rows
-    faint = lambda q, k, *_: 1e-4 * torch.ones(*q.shape[:-1], k.size(2), device=q.device)
-    with patch.dict(detr.ATTENTION, {'admm-vanilla': faint}):
-        rows = done(detr, 'inspect', *own)
-    assert rows[-1]['nonzero'] == 4, rows  # all of them: what counts is their ratio
-    refuse(detr, ['--images'], 'detect', *own)
+    nothing = dict.fromkeys(detr.PRECISIONS, math.nan)
+    with patch.object(detr, 'coco_ap', lambda *_: nothing), QUIET:
+        detr.train(detr.parse(tiny(detr, tmp_path))[1], tmp_path / 'nan')
+    assert detr.load_checkpoint(tmp_path / 'nan' / 'best.pt')['progress'][0] == 6
 
 def test_detr_init_files(tmp_path):
-    """--init takes DETR's layout and torchvision's backbone."""
+    """--init takes DETR's layout and torchvision's backbone, with the prefixes of wrappers; what a
+    model has no place for is named."""
     file = tmp_path / 'some.pth'
     plain = detr.DETR(detr_config(cross_attention='softmax'))
     state = {key: p + 1 for key, p in plain.state_dict().items()}
-    torch.save(dict(model=state), file)
-    flags = tiny(detr, tmp_path, '--cross-attention', 'softmax', '--max-iters', 0, '--init')
-    assert '--cross-attention admm' in run(detr, *flags, file).out  # to compare with
-    assert same(checkpoint(tmp_path / 'out')['model'], state)
+    torch.save(dict(model={'module.' + key: p for key, p in state.items()}), file)
+    flags = tiny(detr, tmp_path, '--cross-attention', 'softmax', '--max-iters', 0, '--init', file)
+    end = run(detr, *flags)
+    assert '--cross-attention admm' in end.out, end.out  # to compare with
+    assert same(detr.load_checkpoint(end.result['folder'] / 'ckpt.pt')['model'], state)
+    end = run(detr, *flags, '--cross-attention', 'admm', '--num-queries', 4)
+    assert 'fresh: query_embed.weight' in end.out, end.out
+    torch.save(dict(model=state, config=dict(nheads=2)), file)
+    for words, *wrong in ((['layers.1'], '--dec-layers', 1), (['nheads 2'], '--nheads', 1),
+                          (['linear1'], '--dim-feedforward', 8)):
+        refuse(detr, words, *flags, *wrong)
     body = {key: p + 2 for key, p in detr.ResNet50().state_dict().items()}
-    torch.save({**body, 'fc.weight': torch.ones(1)}, file)
     net = detr.DETR(detr_config(backbone='resnet50'))
+    torch.save({**body, 'fc.weight': torch.ones(1)}, file)
     with QUIET:
         detr.load_weights(net, file)
     assert same(net.backbone[0]['body'].state_dict(), body)
-    refuse(detr, ['missing.pth'], *flags, tmp_path / 'missing.pth')
+    torch.save({**body, 'layer3.6.conv1.weight': torch.ones(1)}, file)  # a ResNet-101
+    refuse(detr, ['layer3.6.conv1.weight'], *flags, '--backbone', 'resnet50')
+    refuse(detr, ['missing.pth'], *flags, '--init', tmp_path / 'missing.pth')
 
 def test_detr_mistakes():
     for words, *argv in (
-            (['--cross-attention', 'admm-printed'], '--cross-attention', 'lasso'),
-            (['--self-attention l2'], '--self-attention', 'l2'), (['--rho'], '--rho', 1e-6),
-            (['--power', '5'], '--power', 2), (['--sparsity'], '--sparsity', 0),
-            (['--hidden-dim 64'], '--nheads', 5), (['--num-queries 0'], '--num-queries', 0),
+            (['admm-printed'], '--cross-attention', 'lasso'),
+            (['--self-attention l2'], '--self-attention', 'l2'), (['rho'], '--rho', 1e-6),
+            (['power', '5'], '--power', 2), (['sparsity'], '--sparsity', 0),
+            (['--hidden-dim 64'], '--nheads', 5), (['num_queries 0'], '--num-queries', 0),
+            (['dropout'], '--dropout', 1.5), (['threshold'], '--threshold', 50),
             (['prepare_data.py coco'], '--preset', 'paper', '--max-iters', 0),
             (['--iterations'], '--cross-attention', 'admm-printed', '--iterations', 21)):
         refuse(detr, words, *argv)
 
 def test_detr_facts_of_the_paper():
-    """Rows of its tables; 300 epochs of 118,287 photos, the last 100 at a tenth of the rate."""
-    rows = [*detr.TABLES['1'].values(), *detr.TABLES['2'].values()]
-    kinds = [f"{row['self_attention']} {row['cross_attention']}" for row in rows]
-    assert kinds == ['softmax softmax', 'no-weights softmax', 'softmax no-weights', 'admm softmax',
-                     'softmax admm', 'softmax l2', 'admm-vanilla softmax', 'admm softmax'], kinds
-    assert all(row.items() >= detr.OA.items() for row in rows[3:])
+    """300 epochs of 118,287 photos, the last 100 at a tenth of the rate; DETR's own settings."""
     c = detr.Config(**detr.PRESETS['paper'])
     epoch = 118287 // 32
-    assert detr.schedule(200 * epoch - 1, c) == 1 and detr.schedule(200 * epoch, c) == 0.1
+    rates = [detr.learning_rate(step, c, 0.5) for step in (200 * epoch - 1, 200 * epoch)]
+    close(rates, [0.5e-4, 0.5e-5], 1e-12)
     has(c, max_iters=300 * epoch, warmdown_iters=100 * epoch, batch_size=8, grad_accum_steps=4,
-        grad_clip=0.1, learning_rate=1e-4, lr_backbone=0.1, weight_decay=1e-4, bbox_loss_coef=5,
-        giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6, dec_layers=6, ridge=0,
-        positive=False, centre=False, power=5)
-    has(detr.Config(), ridge=3, positive=True, centre=True, power=3)
-    model = detr.DETR(detr_config(learning_rate=1e-3, lr_backbone=0.01))
+        grad_clip=0.1, learning_rate=1e-4, lr_backbone_ratio=0.1, weight_decay=1e-4,
+        bbox_loss_coef=5, giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6,
+        dec_layers=6, ridge=0, positive=False, centre=False, power=5, random_tokens=32)
+    has(detr.Config(), ridge=3, positive=True, centre=True, power=3, random_tokens=0)
+    model = detr.DETR(detr_config(lr_backbone_ratio=0.01))
     rest, backbone = detr.make_optimizer(model, model.config).param_groups
-    assert (rest['lr'], backbone['lr'], rest['weight_decay']) == (1e-3, 1e-5, 1e-4)
+    assert (rest['ratio'], backbone['ratio'], rest['weight_decay']) == (1, 0.01, 1e-4)
     assert len(backbone['params']) == len(list(model.backbone.parameters()))
 
 # ------------------------------------ mask_distill.py ------------------------------------
@@ -1512,17 +1824,17 @@ def mask_matrices(T):
              'window:3+sinks:2': [window(3), first(2) & ~window(3)],
              'first:3+window:2+sinks:1': [first(3), window(2), first(1) & ~window(2)],
              'offset:1+first:2': [offset(1), first(2)]}
-    return {masks: torch.stack(own).double().tril() for masks, own in found.items()}
+    return {masks: torch.stack(held).double().tril() for masks, held in found.items()}
 
-def mask_slowly(reading, q, k, v, M, c):
-    """The three readings by their formulas; M (K, T, T), c (K,) -> (B, nh, T, hs)."""
+def mask_slowly(reading, q, k, v, M, coef):
+    """The three readings by their formulas; M (K, T, T), coef (K,) -> (B, nh, T, hs)."""
     lonely = torch.diag(1 - M.amax(0).diagonal())  # tokens whose own pair no mask holds
-    M, c = torch.cat([M, lonely[None]]), torch.cat([c, c.max().view(1)])
+    M, coef = torch.cat([M, lonely[None]]), torch.cat([coef, coef.max().view(1)])
     normal = lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-99)
     e = (q @ k.mT / math.sqrt(q.size(3))).exp().tril()  # (B, nh, T, T)
-    W = sum(c_k * m for c_k, m in zip(c, M))  # (T, T)
+    W = sum(c_k * m for c_k, m in zip(coef, M))  # (T, T)
     p = dict(renormalised=normal(W * e), unnormalised=W * normal(e),
-             separate=sum(c_k * normal(m * e) for c_k, m in zip(c, M)))
+             separate=sum(c_k * normal(m * e) for c_k, m in zip(coef, M)))
     return p[reading] @ v
 
 def test_mask_readings_by_their_formulas():
@@ -1530,10 +1842,10 @@ def test_mask_readings_by_their_formulas():
     for masks, M in mask_matrices(12).items():
         alpha = torch.linspace(-2, 1.5, len(M), dtype=torch.float64, device=DEVICE)
         log_c = mask.log_coefficients(alpha)
-        for reading in mask.READINGS:
-            if reading in ('renormalised', 'unnormalised', 'separate'):  # not a row of your own
-                want = mask_slowly(reading, q, k, v, M, alpha.sigmoid())
-                close(DENSE(q, k, v, masks, log_c, reading), want, 1e-12)
+        for reading in ('renormalised', 'unnormalised', 'separate'):
+            want = mask_slowly(reading, q, k, v, M, alpha.sigmoid())
+            close(DENSE(q, k, v, masks, log_c, reading), want, 1e-12)
+            close(DENSE(q[:, :, 7:], k, v, masks, log_c, reading), want[:, :, 7:], 1e-12)
             if reading == 'renormalised' and mask.is_local(masks):
                 for block in (0, 1, 5, 16):
                     close(BLOCKED(q, k, v, masks, log_c, block), want, 1e-12)
@@ -1550,7 +1862,6 @@ def test_mask_gradients():
 def test_mask_no_row_is_empty():
     """With a kind of your own, too, every token attends to something, for every n."""
     own = dict(stride=lambda i, j, n, far: (i - j) % n == 0,
-               multiples=lambda i, j, n, far: j % n == 0,
                later=lambda i, j, n, far: (j % n == 0) & (j > 0))
     q, k, v = [t.requires_grad_() for t in qkv(1, 2, 24, 4)]
     i = torch.arange(24, device=DEVICE)
@@ -1558,35 +1869,31 @@ def test_mask_no_row_is_empty():
         for kind, n, reading in itertools.product(own, range(1, 12), mask.READINGS):
             p = mask.attention_weights(q, k, f'{kind}:{n}', None, reading)
             held = own[kind](i[:, None], i, n, 1) & (i <= i[:, None])
-            wrong = (p > 0) != (held | torch.diag(~held.diagonal()))
-            assert not wrong.any(), (kind, n, reading, wrong.nonzero()[:3])
+            close((p > 0).int(), (held | torch.diag(~held.diagonal())).int(), 0)
             g, = torch.autograd.grad((p @ v).sum(), q)
             assert g.isfinite().all(), (kind, n, reading)
-            if reading == 'renormalised':
-                close(p.sum(-1), 1.0, 1e-9)
 
 def test_mask_blocked_equals_dense():
     """In every precision; gradients are finite."""
-    cases = ('window:64+sinks:4', 200), ('offset:3+offset:5', 12)
     kinds = (torch.float, 2e-6), (torch.bfloat16, 3e-2), (torch.half, 3e-3)
-    for (masks, T), (dtype, tolerance) in itertools.product(cases, kinds):
+    for dtype, tolerance in kinds:
         log_c = torch.tensor([0.0, -0.5], device=DEVICE)
-        q, k, v = [t.requires_grad_() for t in qkv(2, 3, T, 8, dtype=dtype)]
-        y, z = [f(q, k, v, masks, log_c) for f in (DENSE, BLOCKED)]
+        q, k, v = [t.requires_grad_() for t in qkv(2, 3, 200, 8, dtype=dtype)]
+        y, z = [f(q, k, v, 'window:64+sinks:4', log_c) for f in (DENSE, BLOCKED)]
         close(y.double(), z.double(), tolerance)
         for g in torch.autograd.grad((y + z).sum(), (q, k, v)):
-            assert g.isfinite().all(), (masks, dtype)
+            assert g.isfinite().all(), dtype
 
 def test_mask_small_coefficients():
     """A mask below a thousandth of the largest is closed; only ratios count, also where c
     underflows."""
-    q, k, v = qkv(1, 2, 12, 4)
     opened = mask.log_coefficients(torch.tensor([0.0, -7.5, -7.7])).isfinite().tolist()
     assert opened == [True, True, False], opened  # 1 / 905 and 1 / 1105 of the first
-    closed = mask.log_coefficients(torch.tensor([-20.0, 3.0], device=DEVICE))
+    q, k, v = qkv(1, 2, 12, 4)
     far = torch.tensor([-200.1, -200.5, -201.0], device=DEVICE)
     for f in (DENSE, BLOCKED):
-        close(f(q, k, v, 'window:3+first:1', closed), f(q, k, v, 'first:1'), 1e-6)
+        closed = f(q, k, v, 'window:3+first:1', mask.log_coefficients(far[[2, 0]] * 50))
+        close(closed, f(q, k, v, 'first:1'), 1e-6)
         close(f(q, k, v, 'windows', far), f(q, k, v, 'windows', far + 200), 1e-5)
 
 def test_mask_kept_pairs():
@@ -1597,53 +1904,58 @@ def test_mask_kept_pairs():
     close(mask.kept_pairs([torch.zeros(5, device=DEVICE)] * 3, 'last5', 256), 1270 / 32896, 1e-6)
 
 def mask_golden_model():
-    """A frozen teacher, and tokens."""
+    """A teacher with weights that anyone can make again, and tokens."""
     net = mask.GPT2(mask_config(n_head=3, n_embd=24, block_size=24, vocab_size=61))
     return fill(net.double().requires_grad_(False)).to(DEVICE), gpt_ids(2, 24, 61)
 
-def test_mask_logits_of_transformers():
-    """Logits as transformers' GPT2LMHeadModel gives them."""
+def test_mask_teacher():
+    """Logits as transformers' GPT2LMHeadModel gives them; initial weights follow from seed and
+    name alone."""
     net, idx = mask_golden_model()
     close(net(idx)[1, -1, :4], [0.879413, 0.831994, -0.276339, -1.175988], 1e-5)
     close(net(idx, last=True), net(idx)[:, -1:], 1e-12)
+    generator = torch.Generator().manual_seed(zlib.crc32(b'1337 h.1.mlp.c_proj.weight'))
+    want = torch.empty(64, 16).normal_(0.0, 0.02 / math.sqrt(2 * 2), generator=generator)
+    close(mask.GPT2(mask_config()).h[1].mlp.c_proj.weight, want, 0)
 
 def test_mask_teacher_files(tmp_path):
-    """The repository's teacher knows some English; transformers' files need a config.json beside
-    them or --n-head; one line for a damaged or missing one."""
-    own = mask.load_gpt2(HERE / 'assets' / 'teacher.pt')
+    """The record's teacher knows some English. Of other files config.json or --n-head tells the
+    heads; a field or a tensor that makes another function of a GPT-2 is refused by its name."""
+    own = mask.load_gpt2(HERE / 'experiments' / 'teacher.pt')
     idx = torch.tensor([list(TEXT[:250].encode())])
     loss = F.cross_entropy(own(idx)[0, :-1], idx[0, 1:])
     assert own.config.n_head == 4 and loss < 3.5, (own.config, loss)  # log 256 is 5.5
 
-    net, idx = mask.GPT2(mask_config(vocab_size=61)), torch.arange(12)[None]
-    file = tmp_path / 'model.bin'
-    state = {f'transformer.{key}': p for key, p in net.state_dict().items()}
-    state['transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)
-    torch.save(state, file)
-    flags = tiny(mask, tmp_path, '--init', file)
-    refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
-    close(mask.load_gpt2(file, 2)(idx), net(idx), 0)
-    (tmp_path / 'config.json').write_text('{"n_head": 2}')
-    close(mask.load_gpt2(file, 4)(idx), net(idx), 0)  # the file knows better
-    refuse(mask, ['61 tokens'], *flags)
+    net, idx = mask.GPT2(mask_config(vocab_size=256)), torch.arange(12)[None]
+    plain = {f'transformer.{key}': p for key, p in net.state_dict().items()}
+    plain.update({'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16),
+                  'lm_head.weight': plain['transformer.wte.weight'].clone()})
+    files = [tmp_path / 'model.bin', tmp_path / 'wrapped.bin']
+    torch.save(plain, files[0])
+    torch.save(dict(state_dict={f'module.{key}': p for key, p in plain.items()}), files[1])
     if importlib.util.find_spec('safetensors'):
         from safetensors.torch import save_file
-        save_file({key: p.clone() for key, p in state.items()}, tmp_path / 'x.safetensors')
-        close(mask.load_gpt2(tmp_path / 'x.safetensors')(idx), net(idx), 0)
-    torch.save({**state, 'wte.weight': torch.zeros(400, 16)}, file)
-    refuse(mask, ['400 tokens'], *flags)
-    del state['transformer.wte.weight']
-    for damaged in (b'', b'no checkpoint', state):
-        file.write_bytes(damaged) if type(damaged) is bytes else torch.save(damaged, file)
-        refuse(mask, [str(file)], *flags)
-    file.unlink()
+        files.append(tmp_path / 'model.safetensors')
+        save_file(plain, files[2])
+    flags = tiny(mask, tmp_path, '--init', files[0])
+    refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
+    close(mask.load_gpt2(files[0], 2)(idx), net(idx), 0)
+    for field, value in (('activation_function', 'relu'), ('layer_norm_epsilon', 1e-3),
+                         ('scale_attn_by_inverse_layer_idx', True), ('scale_attn_weights', False)):
+        (tmp_path / 'config.json').write_text(json.dumps({'n_head': 2, field: value}))
+        refuse(mask, [field], *flags)
+    (tmp_path / 'config.json').write_text('{"n_head": 2}')
+    for file in files:
+        close(mask.load_gpt2(file)(idx), net(idx), 0)
+    refuse(mask, ['--n-head 2'], *flags, '--n-head', 4)
+    wrong = [(key, {**plain, key: torch.ones(256, 16)}) for key in ('lm_head.weight', 'h.0.x')]
+    wrong.append(('400 tokens', {f'transformer.{key}': p for key, p in mask.GPT2(
+        mask_config(vocab_size=400)).state_dict().items()}))
+    for word, content in (*wrong, ('wte.weight', dict(wpe=plain)), ('model.bin', None)):
+        torch.save(content, files[0]) if content else files[0].write_bytes(b'damaged')
+        refuse(mask, [word], *flags)
+    files[0].unlink()
     refuse(mask, ['prepare_data.py gpt2'], *flags)
-
-def test_mask_initial_weights():
-    """A matrix of the teacher follows from the seed and its name alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(b'1337 h.1.mlp.c_proj.weight'))
-    want = torch.empty(64, 16).normal_(0.0, 0.02 / math.sqrt(2 * 2), generator=generator)
-    close(mask.GPT2(mask_config()).h[1].mlp.c_proj.weight, want, 0)
 
 def test_mask_what_a_student_trains():
     """It is a copy of the teacher, with masks. --learn says what trains, alphas have a rate of
@@ -1651,19 +1963,19 @@ def test_mask_what_a_student_trains():
     teacher, idx = mask_golden_model()
     neutral = mask.substitute(teacher, mask_config(masks='window:24'))
     close(neutral(idx), teacher(idx), 1e-12)
-    def rates(net, stage):
-        c = mask_config(stage=stage, weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2)
-        groups = mask.make_optimizer(net, c).param_groups
-        return {(group['lr'], group['weight_decay']) for group in groups}
+    def groups(net, **settings):
+        c = mask_config(weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2, **settings)
+        return {(g['lr'], g['weight_decay']) for g in mask.make_optimizer(net, c).param_groups}
     for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
         model = mask.substitute(teacher, mask_config(masks='windows', learn=learn))
         assert model.h[0].attn.alpha.shape == (3,), model.h[0].attn.alpha
-        assert model.h[0].attn.c_attn.weight is not teacher.h[0].attn.c_attn.weight
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         assert {name.split('.')[3] for name in names} == trained, (learn, names)
-    assert rates(model, 'student') == {(2e-3, 0), (0.2, 0)}, rates(model, 'student')
+    assert groups(model) == {(2e-3, 0), (0.2, 0)}, groups(model)
     teacher = mask.GPT2(mask_config())
-    assert rates(teacher, 'teacher') == {(2e-3, 0.3), (2e-3, 0)}, rates(teacher, 'teacher')
+    assert groups(teacher, stage='teacher') == {(2e-3, 0.3), (2e-3, 0)}
+    c = mask_config(max_iters=9, warmup_iters=3)
+    close([mask.learning_rate(step, c, 8.0) for step in (0, 2, 3, 6, 9)], [2, 6, 8, 4.4, 0.8], 1e-6)
 
 def test_mask_loss():
     """Mean KL(teacher || student) and L1, by their formulas; logits are float32 under autocast."""
@@ -1679,65 +1991,52 @@ def test_mask_loss():
         logits = mask.GPT2(mask_config()).to(DEVICE)(idx[:, :16] % 40)
         assert logits.dtype == torch.float32, logits.dtype
 
-def test_mask_evaluation_in_float32():
-    """A student that equals its teacher has KL 0 under bfloat16 too, and its text; a KL of nan is
-    no 0; every window counts alike."""
-    c = mask_config(vocab_size=256, masks='all', eval_rows=4, batch_size=3, l1=1.0, new_tokens=9)
-    teacher = fill(mask.GPT2(c)).requires_grad_(False).to(DEVICE)
+def test_mask_evaluation():
+    """A student that equals its teacher has KL 0 under bfloat16 too; every sequence counts alike,
+    and --eval-rows 0 takes all that lie side by side."""
+    c = mask_config(masks='all', batch_size=3, l1=1.0)
+    teacher = fill(mask.GPT2(c)).to(DEVICE)
     data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
-    def val_loss(model):
+    def val_loss(model, c):
         return mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss']
-    model = mask.substitute(teacher, c)
     with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
-        close(val_loss(model), 0, 1e-7)
-    texts = mask.side_by_side(c, model, ['a']).split('\nstudent')
-    first, second = [text.partition(': ')[2].strip() for text in texts]
-    assert first == second != '', (first, second)
+        close(val_loss(mask.substitute(teacher, c), c), 0, 1e-7)
     near = mask.substitute(teacher, dataclasses.replace(c, masks='window:2'))
-    x = torch.cat([x for x, _ in mask.validation(data, c, DEVICE)])
-    close(val_loss(near), mask.token_kl(teacher(x), near(x)).mean(), 1e-6)
-    model.h[0].attn.c_proj.bias.data[0] = math.nan
-    assert math.isnan(val_loss(model)), val_loss(model)
-
-def test_mask_one_graph():
-    """--compile turns a student's step into one graph, whatever the masks mean."""
-    teacher, idx = mask_golden_model()
-    for reading, masks in itertools.product(mask.READINGS, ('windows', 'offset:1')):
-        model = mask.substitute(teacher, mask_config(masks=masks, reading=reading))
-        found = torch._dynamo.explain(model)(idx)
-        assert found.graph_count < 2, (reading, masks, found.break_reasons)
+    for rows, starts in ((4, [0, 294, 588, 883]), (0, np.linspace(0, 883, 56).astype(int))):
+        c = dataclasses.replace(c, eval_rows=rows)
+        x = torch.cat([x for x, _ in mask.validation(data, c, DEVICE)])
+        close(x, np.stack([data.val[s:s + 16] for s in starts]), 0)
+        close(val_loss(near, c), mask.token_kl(teacher(x), near(x)).mean(), 1e-6)
 
 def test_mask_cache():
-    """The student's has a constant size, but where what masks leave out is divided by, too."""
+    """Cached sampling is what a pass over the whole text gives, with masks, too, and with
+    positions that run out: then the last half is encoded afresh."""
     teacher, idx = mask_golden_model()
-    for masks, reading, kept in (('window:4+sinks:2', 'renormalised', 5),
-                                 ('last5', 'unnormalised', 20)):
+    for masks, reading in (('window:4+sinks:2', 'renormalised'), ('last5', 'unnormalised')):
         model = mask.substitute(teacher, mask_config(masks=masks, reading=reading))
-        out, size = model.generate(idx[:, :3], 18, temperature=0)
-        assert size == 2 * 2 * 2 * 24 * 8 * kept, (masks, reading, size)
-        whole, cache = model(out), [{} for _ in model.h]
+        out, cache = model.generate(idx[:, :3], 18, temperature=0), [{} for _ in model.h]
+        close(model(out)[:, 2:-1].argmax(-1), out[:, 3:], 0)
         for t in range(21):  # every token by a pass over all before it
-            close(model(out[:, [t]], cache)[:, -1], whole[:, t], 1e-9)
-        close(whole[:, 2:-1].argmax(-1), out[:, 3:], 0)
-        close(model.generate(idx[:, :3], 18, temperature=1e-9)[0], out, 0)  # hardly any chance
-    out, size = teacher.generate(idx[:, :3], 60)  # positions begun afresh, half of them
-    assert out.shape == (2, 63) and size == 2 * 2 * 2 * 24 * 8 * 23, (out.shape, size)
+            close(model(out[:, [t]], cache)[:, -1], model(out)[:, t], 1e-9)
+    out = teacher.generate(idx[:, :3], 60, temperature=0)
+    for start, t in ((0, 24), (13, 25), (13, 37), (26, 38)):
+        close(teacher(out[:, start:t])[:, -1].argmax(-1), out[:, t], 0)
     torch.manual_seed(0)
-    drawn = teacher.generate(idx[:1, :3].expand(9999, -1), 1)[0][:, 3].bincount(minlength=61)
-    close(drawn / 9999, teacher(idx[:1, :3])[0, -1].softmax(0), 0.02)
+    drawn = teacher.generate(idx[:1, :3].expand(9999, -1), 1, 2.0)[:, 3].bincount(minlength=61)
+    close(drawn / 9999, (teacher(idx[:1, :3])[0, -1] / 2).softmax(0), 0.02)
 
-def mask_figures(model, teacher, x, y):
+def mask_figures(model, x, y):
     """The report's criteria once more, in the plainest way."""
     real = y >= 0
     target = y[real]
     maps, logs, right, gradients = [[], []], [], [], []
-    for net, own in zip((teacher, model), maps):
+    for net, of_net in zip((model.teacher, model), maps):
         net = copy.deepcopy(net).requires_grad_(True)
-        log_p = net(x, maps=own)[real].log_softmax(-1)  # (N, V)
+        log_p = net(x, maps=of_net)[real].log_softmax(-1)  # (N, V)
         F.nll_loss(log_p, target, reduction='sum').backward()
         logs.append(log_p.detach())
         right.append((log_p.argmax(-1) == target).sum())
-        gradients.append(torch.cat([p.grad.flatten() for name, p in net.named_parameters()
+        gradients.append(torch.cat([p.grad.flatten() for name, p in net.h.named_parameters()
                                     if 'attn.c_attn' in name or 'attn.c_proj' in name]))
     p, q = logs
     gaps = torch.cat([(P - Q)[b, :, i, :i + 1].flatten() for P, Q in zip(*maps)
@@ -1754,7 +2053,6 @@ def test_mask_criteria_and_edge_cases():
     data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
     model = mask.substitute(teacher, c)
     text = list(mask.validation(data, c, DEVICE))  # two batches
-    close(torch.cat([x for x, _ in text])[:, 0], data.val[np.linspace(0, 883, 6).astype(int)], 0)
     x, y = text[0]
     padded, repeated = y.clone(), x.clone()
     padded[0, 5:], padded[1] = -1, -1
@@ -1762,121 +2060,102 @@ def test_mask_criteria_and_edge_cases():
     for batches in (text, [(x, padded)], [(repeated, y)], [(x * 0, y * 0)]):
         got = mask.fidelity(model, batches)
         x, y = map(torch.cat, zip(*batches))
-        for key, value in mask_figures(model, teacher, x, y).items():
+        for key, value in mask_figures(model, x, y).items():
             close(got[key], value, 2e-5 * (1 + abs(value)))
     nothing = mask.fidelity(model, [(x, y * 0 - 1)])  # all padding
     assert (nothing['kl'], nothing['mse'], nothing['accuracy']) == (0, 0, 0), nothing
+    for name, good, bad in (('accuracy', 0.95, 0.94), ('cosine', 0.95, 0.94), ('mse', 1e-4, 2e-4),
+                            ('kl', 1e-3, 2e-3)):
+        assert mask.passes(name, good) and not mask.passes(name, bad), name
 
 def test_mask_memory():
-    """Eager attention holds its scores and more; blocks need far less."""
-    c = mask_config(n_head=4, n_embd=64, vocab_size=20_000, masks='window:64+sinks:4', device='cpu')
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        ways = mask.scaling(c)[1024]
-    eager, sdpa, masks = [way['attention, MiB'] for way in ways]
-    weights = sum(p.nbytes for p in mask.GPT2(c).parameters()) / 2**20
-    assert ways[1]['inference, MiB'] > weights + 1, (ways[1], weights)
+    """Eager attention holds its scores and more; blocks need far less. Of the Lasso, all rows."""
+    from experiments import memory
+    flags = '--n-layer 1 --n-head 4 --n-embd 64 --masks window:64+sinks:4 --device cpu'
+    with QUIET, patch.object(memory, 'milliseconds', lambda f: f() or 0):
+        found = memory.masks(flags.split())
+        memory.lasso(queries=3, tokens=9)
+    eager, fused, blocks = [figures['attention, MiB'] for figures in found.values()]
     assert 32 < eager < 128, eager  # the scores of four heads alone are 16 MiB
-    assert masks < 0.3 * eager and sdpa < 0.3 * eager, (eager, sdpa, masks)
-    assert 'PASS' in out.getvalue() and 'FAIL' in out.getvalue(), out.getvalue()
+    assert max(fused, blocks) < 0.3 * eager, (eager, fused, blocks)
 
 def test_mask_two_stages(tmp_path):
-    """A teacher, found again whatever the masks; KL falls; then the actions sample and criteria."""
-    flags = tiny(mask, tmp_path, '--teacher-iters', 30, '--teacher-lr', 0.03)
-    out = run(mask, *flags, '--max-iters', 0).out
-    assert out.index('step 30/30') < out.index('stage 2 of 2')
-    end = run(mask, *flags, '--max-iters', 40, '--learning-rate', 0.003, '--masks', 'window:1')
-    result, log = end.result, end.result['log']
-    assert 'step 29/30' not in end.out and log[-1]['val_loss'] < 0.7 * log[0]['val_loss'], end.out
-    close(result['kl'], result['val_loss'], 1e-6)
-    refuse(mask, ['alpha'], *flags, '--init', result['folder'] / 'ckpt.pt')
-    last = ['--out-dir', tmp_path / 'out', '--device', DEVICE, '--run', result['folder']]
+    """A teacher, then its student, whose KL falls. The teacher's file serves the next command; a
+    student does without it, wherever `out` is moved."""
+    flags = tiny(mask, tmp_path, '--teacher-iters', 30, '--teacher-lr', 0.03, *CPU)
+    flags += '--max-iters', '40', '--learning-rate', '0.003', '--masks', 'window:1'
+    with interrupted(mask, 29):
+        end = run(mask, *flags)
+    teacher = tmp_path / 'out/mask_distill-teacher/teacher-s1337'
+    assert end.code == 130 and f'--resume --folder {teacher}' in end.out, end.out
+    again = run(mask, '--resume', '--folder', teacher)
+    file = re.search(r'--init (\S+)', again.out)[1]
+    assert again.result['step'] == 30 and file == str(teacher / 'best.pt'), again.out
+
+    end = done(mask, *flags, '--init', file)
+    losses = [row['val_loss'] for row in end['log']]
+    assert losses[-1] < 0.7 * losses[0], losses
+    close(end['kl'], losses[-1], 1e-6)
+    both = done(mask, *flags, '--out-dir', tmp_path / 'both')  # in one go
+    assert [row['val_loss'] for row in both['log']] == losses
+    refuse(mask, ['teacher.wte.weight'], *flags, '--init', end['folder'] / 'ckpt.pt')
+    refuse(mask, ['--folder'], 'teacher', '--resume', '--out-dir', tmp_path / 'out')
+
+    shutil.rmtree(teacher)
+    last = ['--out-dir', (tmp_path / 'out').rename(tmp_path / 'moved'), *CPU]
+    longer = done(mask, '--resume', *last, '--max-iters', 50)
+    assert longer['step'] == 50, longer
     texts = done(mask, 'sample', *last, '--new-tokens', 5)
     assert all(prompt in texts for prompt in mask.PROMPTS), texts
-    with patch.dict(mask.CRITERIA, perplexity=('<=', 1e9)):  # a criterion of your own
-        end = run(mask, 'criteria', *last, '--lengths', '32,64')
-    assert set(end.result) == {32, 64} and 'of 5 criteria' in end.out, end.out
-
-def test_mask_no_old_teacher(tmp_path):
-    """--fresh, an edited script and other data train the teacher anew; --reuse says it does not.
-    A comparison has one teacher."""
-    student = dict(masks='last5', reading='separate', learn='alphas', l1=1.0, alpha_lr=0.1,
-                   samples=9, max_iters=3, learning_rate=1.0, min_lr=0.5, schedule='constant',
-                   warmup_iters=1, warmdown_iters=3, grad_clip=0.5)
-    assert mask.stage_1(mask_config(**student)) == mask.stage_1(mask_config())
-    flags = tiny(mask, tmp_path)
-    done(mask, *flags)
-    assert 'step 5/5: loss' not in run(mask, *flags).out
-    assert 'step 5/5: loss' in run(mask, *flags, '--fresh').out
-    with patch.object(mask, 'SOURCE', mask.SOURCE.replace('F.gelu', 'F.relu')):
-        end = run(mask, *flags, '--reuse')
-        assert end.out.count('--reuse takes') == 2 and 'step 5/5: loss' not in end.out, end.out
-        assert 'step 5/5: loss' in run(mask, *flags).out
-    (tmp_path / 'init.pt').write_bytes(b'a')
-    c = mask_config(init=str(tmp_path / 'init.pt'))
-    before = mask.run_folder(c)
-    (tmp_path / 'init.pt').write_bytes(b'b')
-    assert mask.run_folder(c) != before
-    (tmp_path / 'text.txt').write_text(TEXT + 'a')
-    cases = ['compare', *flags, '--over', 'masks=window:2,window:4']
-    end = run(mask, *cases, '--seeds', '0,1', '--figure', 'kept')
-    assert end.out.count('step 5/5: loss') == 1, end.out
-    close([row['mean'] for row in end.result], [31 / 136, 58 / 136], 1e-6)
-    teachers = ','.join(map(str, [*tmp_path.glob('out/*/teacher*/ckpt.pt')][:2]))
-    again = run(mask, 'compare', *flags, '--over', f'init={teachers}', '--seeds', '0')
-    assert again.code == 0 and 'stage 1' not in again.out, again.out + again.err
+    few, whole = [run(mask, 'criteria', *last, '--eval-rows', rows) for rows in (8, 0)]
+    assert few.result['kl'] == longer['kl'] != whole.result['kl'], (few.result, longer)
+    assert 'by 16 sequences' in whole.out, whole.out
 
 def test_mask_l1_in_training(tmp_path):
-    """The action inspect: L1 lets both alphas of 'first-all' fall, as the report saw."""
+    """L1 lets both alphas of 'first-all' fall, as the report saw."""
     flags = tiny(mask, tmp_path, '--masks', 'first-all', '--learn', 'alphas', '--l1', 0.5)
-    found = done(mask, 'inspect', *flags, '--alpha-lr', 0.2)
-    rows, = found.values()
-    start, middle, end = rows[:3]  # the first of two layers, at steps 0, 3 and 6
-    for name in ('first:1', 'all:1'):
-        assert 0.5 == start[name] > middle[name] > end[name], (name, start, middle, end)
+    log = done(mask, *flags, '--alpha-lr', 0.2)['log']  # steps 0, 3 and 6
+    for name in ('0.first:1', '1.all:1'):
+        start, middle, end = [row[name] for row in log]
+        assert 0.5 == start > middle > end, (name, log)
 
 def test_mask_mistakes(tmp_path):
     flags = tiny(mask, tmp_path)
     for bad in ('nonsense', '', 'window', 'window:0'):
         refuse(mask, ['--masks', 'window:N'], *flags, '--masks', bad)
-    for bad in (3, -1):
-        refuse(mask, ['--n-head'], *flags, '--n-head', bad)
-    refuse(mask, ['block-size'], *flags, '--block-size', 5000)
-    for flag, bad in (('--lengths', '64,x'), ('--samples', -1), ('--temperature', -0.1)):
-        refuse(mask, [flag, str(bad)], 'scaling', *flags, flag, bad)
-    refuse(mask, ['one teacher'], 'compare', *flags, '--over', 'n-layer=1,2')
+    for flag, bad in (('--n-head', 3), ('--vocab-size', 100), ('--block-size', 5000)):
+        refuse(mask, [f'{flag} {bad}'], *flags, flag, bad)
+    for flag, bad in (('n_head', -1), ('samples', -1), ('l1', -1.0), ('min_lr_ratio', 1.5)):
+        refuse(mask, [f'{flag} {bad}'], *flags, '--' + flag, bad)
 
 def test_mask_report004():
-    """1,000 samples of 512 tokens, 100 epochs, L1; the report's criteria."""
+    """1,000 samples of 512 tokens, 100 epochs, L1."""
     c = mask.Config(**mask.PRESETS['report004'])
     has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
-    for name, good, bad in (('accuracy', 0.95, 0.94), ('cosine', 0.95, 0.94), ('mse', 1e-4, 2e-4),
-                            ('kl', 1e-3, 2e-3)):
-        assert mask.passes(name, good) and not mask.passes(name, bad), name
 
 # ------------------------------------ prepare_data.py ------------------------------------
 PROSE = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
-
-def content(path):
-    if path.suffix != '.npz':
-        return path.read_bytes()
-    z = np.load(path, allow_pickle=False)
-    return z['labels'].tolist(), z['images'].shape[1:], z['images'].tobytes()
+EVIL = dict.fromkeys(('../../1.jpg', '/etc/000000000001.jpg', 'x.pkl'), b'cos\nsystem\n.')
 
 def contents(path):
-    return {p.relative_to(path).as_posix(): content(p) for p in path.rglob('*') if p.is_file()}
+    """{name: bytes of a file, or labels and pixels of an .npz}, without hidden files."""
+    files = {p.relative_to(path).as_posix(): p for p in path.rglob('[!.]*') if p.is_file()}
+    return {name: [np.load(file)[key].tobytes() for key in ('labels', 'images')]
+            if file.suffix == '.npz' else file.read_bytes() for name, file in files.items()}
+
+def uint16(data):
+    return np.array([*data], '<u2').tobytes()
 
 def archive(kind, members):
     """A zip, or a tar with this mode, of {name: bytes} -> bytes."""
     buffer = io.BytesIO()
-    if kind == 'zip':
-        with zipfile.ZipFile(buffer, 'w') as out:
-            for name, data in members.items():
+    out = zipfile.ZipFile(buffer, 'w') if kind == 'zip' else tarfile.open(None, kind, buffer)
+    with out:
+        for name, data in members.items():
+            if kind == 'zip':
                 out.writestr(name, data)
-    else:
-        with tarfile.open(None, kind, buffer) as out:
-            for name, data in members.items():
+            else:
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 out.addfile(info, io.BytesIO(data))
@@ -1892,8 +2171,6 @@ def serving(body, cuts=0):
             log.append(wanted)
             rest = body[int(wanted[6:-1]):] if wanted else body
             self.send_response(206 if wanted and rest else 200 if rest else 416)
-            if not rest:
-                self.send_header('Content-Range', f'bytes */{len(body)}')
             self.send_header('Content-Length', str(len(rest)))
             self.end_headers()
             self.wfile.write(rest[:len(rest) // 2] if len(log) <= cuts else rest)
@@ -1904,24 +2181,29 @@ def serving(body, cuts=0):
         server.shutdown()
 
 def test_prep_text_and_mistakes(tmp_path):
-    notes, out = tmp_path / 'my.notes.txt', tmp_path / 'data' / 'my.notes'
-    flags = ['text', notes, '--data-dir', tmp_path / 'data', '--tokenizer', 'bytes']
+    """A text is read as the scripts read --data FILE, and what is there is never changed."""
+    notes, latin = tmp_path / 'my.notes.txt', tmp_path / 'latin.txt'
     notes.write_bytes(b'\xef\xbb\xbf' + PROSE.encode())
-    meta, cut = done(prepare_data, *flags), int(0.9 * len(PROSE))
-    for split, part in (('train', PROSE[:cut].encode()), ('val', PROSE[cut:].encode())):
-        assert np.fromfile(out / f'{split}.bin', '<u2').tolist() == list(part)
+    latin.write_bytes(b'\xe9' * 99)
+    with patch('prepare_data.DATA', tmp_path / 'data'), prepare_data.lock('coco'):
+        meta = done(prepare_data, 'text', notes, '--tokenizer', 'bytes')
+        before = contents(tmp_path / 'data')
+        mistakes = {f'text {notes}': 'already', f'text {latin}': 'UTF-8', 'text': 'FILE',
+                    'check': 'FOLDER', 'check x': 'no such folder', 'pile': 'choice',
+                    'cifar10 --from x': 'no such file', 'coco --parts 3': '1 to 2',
+                    'coco': 'another run', f'gpt2 --from {notes}': '--init'}
+        for words, answer in mistakes.items():
+            refuse(prepare_data, [answer], *words.split())
+        assert contents(tmp_path / 'data') == before
+    text = PROSE.replace('\r\n', '\n')
+    cut = len(text) * 9 // 10
+    for split, part in (('train', text[:cut].encode()), ('val', text[cut:].encode())):
+        assert before[f'my.notes/{split}.bin'] == uint16(part)
         assert meta['tokens'][split] == meta['bytes'][split] == len(part)
-    before = contents(tmp_path / 'data')
     assert meta == json.loads(before['my.notes/meta.json']) and meta['vocab_size'] == 256
-    mistakes = {'text': 'FILE', 'pile': 'choice', 'coco --parts 3': '1 to 2',
-                'gpt2 --tokenizer gpt2': 'none', 'cifar10 --from x': 'no such file'}
-    for words, answer in mistakes.items():
-        refuse(prepare_data, [answer], *words.split(), '--data-dir', tmp_path / 'data')
-    notes.write_bytes(b'\xe9' * 99)
-    refuse(prepare_data, ['my.notes.txt', 'utf-8'], *flags)
-    assert contents(tmp_path / 'data') == before
-    notes.write_text('changed ' * 10)
-    assert done(prepare_data, *flags)['tokens'] == {'train': 72, 'val': 8}
+    pieces = [piece for _, piece in prepare_data.pieces({'train': PROSE}, 50)]
+    assert ''.join(pieces) == PROSE and len(pieces) > len(PROSE) / 200
+    assert all(re.match(r'\n\S', piece) for piece in pieces[1:])  # there a new token starts
 
 @patch('prepare_data.PAUSE', 0)
 def test_prep_downloads(tmp_path):
@@ -1930,82 +2212,117 @@ def test_prep_downloads(tmp_path):
     size, digest = len(body), 'sha256:' + hashlib.sha256(body).hexdigest()
     def get(name, *urls):
         row = (*prepare_data.DATASETS[name][:3], [(size, digest, *urls)])
-        with patch.dict(prepare_data.DATASETS, {name: row}):
-            return run(prepare_data, name, '--data-dir', tmp_path)
+        with patch.dict(prepare_data.DATASETS, {name: row}), patch('prepare_data.DATA', tmp_path):
+            return run(prepare_data, name)
     with serving(body, cuts=2) as (url, log):
         file = tmp_path / 'weights/gpt2/model.safetensors'
         for _ in range(2):  # the second time there is nothing left to do
             assert get('gpt2', url).code == 0
         assert len(log) == 3 and log[0] is None and 'bytes=0-' < log[1] < log[2]
         file.rename(f'{file}.part')  # stopped when all had come, before it was checked
-        assert get('gpt2', url).code == 0
-        assert content(file) == body and len(log) == 4
+        assert get('gpt2', url).code == 0 and len(log) == 4
     with serving(body[:-1] + b'?') as (bad, log), serving(body) as (good, _):
         end = get('resnet50', bad)
-        assert end.code == 2 and digest[7:] in end.err and len(log) == 1
+        assert end.code == 2 and digest[7:] in end.err and len(log) == prepare_data.ATTEMPTS
         assert get('resnet50', bad, good).code == 0
-        assert content(tmp_path / 'weights/resnet50.pth') == body
+    assert [*contents(tmp_path).values()] == [body, body]
 
-EVIL = dict.fromkeys(('../../1.jpg', '/etc/000000000001.jpg', 'x.pkl'), b'cos\nsystem\n.')
-
-def check_archives(name, raw, want, *flags):
-    """Members of raw files with the expected names end where they should, and no others."""
-    with folder() as path:
-        (path / 'raw').mkdir()
-        for file, data in raw.items():
-            (path / 'raw' / file).write_bytes(data)
-        done(prepare_data, name, '--no-verify', '--data-dir', path / 'data',
-             '--from', path / 'raw', *flags)
-        found = contents(path / 'data' / name)
-        assert b'(unverified)' in found.pop('meta.json') and found == want, name
-        assert {p.name for p in path.iterdir()} == {'raw', 'data'}
-
-def test_prep_images():
+def test_prep_archives():
+    """Members with the expected names end where they should, and no others."""
     pixels = bytes(range(256)) * 12
-    ten = {f'cifar-10-batches-bin/data_batch_{i}.bin': bytes([i]) + pixels for i in range(1, 6)}
-    ten['cifar-10-batches-bin/test_batch.bin'] = b'\7' + pixels[::-1]
-    ten['cifar-10-batches-bin/batches.meta.txt'] = b'cat\ndog\n\n'
-    check_archives('cifar10', {'cifar-10-binary.tar.gz': archive('w:gz', EVIL | ten)},
-                   {'train.npz': ([1, 2, 3, 4, 5], (3, 32, 32), 5 * pixels),
-                    'test.npz': ([7], (3, 32, 32), pixels[::-1])})
-    hundred = {'cifar-100-binary/train.bin': b'\3\7' + pixels,  # a coarse label, a fine one
-               'cifar-100-binary/test.bin': b'',
-               'cifar-100-binary/fine_label_names.txt': b'apple\n'}
-    check_archives('cifar100', {'cifar-100-binary.tar.gz': archive('w:gz', hundred)},
-                   {'train.npz': ([7], (3, 32, 32), pixels), 'test.npz': ([], (3, 32, 32), b'')})
+    hundred = {'train.bin': b'\3\7' + pixels, 'test.bin': b'', 'fine_label_names.txt': b'apple'}
+    hundred = {f'cifar-100-binary/{file}': data for file, data in hundred.items()}
     photos = {'imagenette2-160/train/n01440764/1.JPEG': b'a tench',
               'imagenette2-160/val/n03888257/1.JPEG': b'a parachute'}
-    check_archives('imagenette', {'imagenette2-160.tgz': archive('w:gz', EVIL | photos)},
-                   {'train/tench/1.JPEG': b'a tench', 'val/parachute/1.JPEG': b'a parachute'})
     jpegs = {f'val2017/{i:012d}.jpg': b'x' * i for i in range(3)}
     boxes = {'annotations/instances_val2017.json': b'{}'}
-    zips = {'val2017.zip': archive('zip', EVIL | jpegs),
-            'annotations_trainval2017.zip': archive('zip', EVIL | boxes)}
-    check_archives('coco', zips, jpegs | boxes)
-
-def test_prep_texts():
-    def tokens(data):
-        return np.array([*data], '<u2').tobytes()
     wiki = {'wikitext-2-raw/wiki.train.raw': b'a b', 'wikitext-2-raw/wiki.valid.raw': b'ab'}
-    check_archives('wikitext-2', {'wikitext-2-raw-v1.zip': archive('zip', EVIL | wiki)},
-                   {'train.bin': tokens(b'a b'), 'val.bin': tokens(b'ab')}, '--tokenizer', 'bytes')
-    head = np.array([20240520, 1, 3, *253 * [0]], '<i4').tobytes()
-    check_archives('fineweb', {'fineweb_train_000001.bin': head + tokens([1, 2, 50256]),
-                               'fineweb_val_000000.bin': head + tokens([3, 4, 5])},
-                   {'train.bin': tokens([1, 2, 50256]), 'val.bin': tokens([3, 4, 5])})
-    # of OpenWebText every 2000th document is to validate on
     pages = {f'{i}.txt': b'\n %d\n\n\n\nb ' % i for i in range(2001)}
-    texts = [b'%d\n\nb\n\n' % i for i in range(2001)]
     packed = {'owt/1.xz': lzma.compress(archive('w:', pages), preset=0)}
-    check_archives('openwebtext', {'urlsf_subset00.tar': archive('w:', EVIL | packed)},
-                   {'train.bin': tokens(b''.join(texts[1:2000])),
-                    'val.bin': tokens(texts[0] + texts[2000])}, '--tokenizer', 'bytes')
+    texts = [b'%d\n\nb\n\n' % i for i in range(2001)]  # every 2000th is to validate on
+    for name, kind, raw, want in [
+            ('cifar100', 'w:gz', {'cifar-100-binary.tar.gz': hundred},
+             {'train.npz': [np.array([7]).tobytes(), pixels], 'test.npz': [b'', b'']}),
+            ('imagenette', 'w:gz', {'imagenette2-160.tgz': photos},
+             {'train/tench/1.JPEG': b'a tench', 'val/parachute/1.JPEG': b'a parachute'}),
+            ('coco', 'zip', {'val2017.zip': jpegs, 'annotations_trainval2017.zip': boxes},
+             jpegs | boxes),
+            ('wikitext-2', 'zip', {'wikitext-2-raw-v1.zip': wiki},
+             {'train.bin': uint16(b'a b'), 'val.bin': uint16(b'ab')}),
+            ('openwebtext', 'w:', {'urlsf_subset00.tar': packed},
+             {'train.bin': uint16(b''.join(texts[1:-1])),
+              'val.bin': uint16(texts[0] + texts[-1])})]:
+        with folder() as path, patch('prepare_data.DATA', path / 'data'):
+            for file, members in raw.items():
+                (path / file).write_bytes(archive(kind, EVIL | members))
+            done(prepare_data, name, '--no-verify', '--from', path, '--tokenizer', 'bytes')
+            found = contents(path / 'data' / name)
+            assert b'"verified": false' in found.pop('meta.json') and found == want, name
+            assert {p.name for p in path.iterdir()} == {*raw, 'data'}
 
-def test_prep_tokens():
-    """Cuts are where GPT-2's pattern starts anew: at the last white space before a word."""
-    pieces = list(prepare_data.pieces(io.StringIO(PROSE, newline=''), 50))
-    assert ''.join(pieces) == PROSE and len(pieces) > len(PROSE) / 100
-    assert all(re.match(r'[ \n]\S', piece) for piece in pieces[1:])
+def finds(path, *faults):
+    """`check` lists these faults of a folder, in this order, and no others."""
+    end = run(prepare_data, 'check', path)
+    lines = end.out.splitlines() if end.code else []
+    assert len(lines) == len(faults), (faults, end.out, end.err)
+    for line, words in zip(lines, faults):
+        assert line.startswith(str(path)) and words in line, (line, words)
+
+def test_prep_check_tokens_and_arrays(tmp_path):
+    ids, ours = np.arange(256, dtype='<u2'), b'{"tokenizer": "bytes"}'
+    for train, meta, *faults in [
+            (ids, ours), (b'', ours, '0 bytes'), (b'abcde', ours, '5 bytes'),
+            (ids.astype('<i8'), ours, '64 bits'), (np.array([20240520, 1]), ours, 'header'),
+            (ids + 1, ours, 'id 256, first at 255'), (ids, b'', 'JSON'), (ids, b'{"a":1}', 'None')]:
+        for name, data in {'train.bin': train, 'val.bin': ids, 'meta.json': meta}.items():
+            (tmp_path / name).write_bytes(data)
+        finds(tmp_path, *faults)
+    (tmp_path / 'meta.json').unlink()
+    x, y = np.zeros((4, 3, 2, 2), np.uint8), np.array([[0], [1], [2], [1]])
+    np.savez(tmp_path / 'test.npz', images=x, labels=y)
+    for images, labels, *faults in [
+            (x, y), (x, np.eye(4), 'labels are'), (x / 2, y, 'images are'), (x[:, :1], y, 'images'),
+            (x, y - 1, 'label -1 of image 0', 'test.npz: label 2 of image 2'),
+            (x, y // 2 * 2, 'class 1 (1) has no')]:
+        np.savez(tmp_path / 'train.npz', images=images, labels=labels)
+        finds(tmp_path, *faults)
+
+@wants('PIL')
+def test_prep_check_photos_and_coco(tmp_path):
+    """In clean folders nothing is wrong; in one with ten different faults ten things are."""
+    from PIL import Image
+    photos, coco = tmp_path / 'photos', tmp_path / 'coco'
+    def save(*names, kind='RGB'):
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new(kind, (8, 6)).save(tmp_path / name)
+    save(*[f'photos/{name}/{label}/1.png' for name in ('train', 'val') for label in 'ab'])
+    finds(photos)
+    save('photos/train/a/._1.png', 'photos/train/2.png', 'photos/val/c/1.png')
+    save('photos/train/a/3.png', kind='I;16')
+    (photos / 'train/a/1.heic').touch()
+    (photos / 'train/d').mkdir()
+    finds(photos, 'train/2.png', 'a/._1.png: hidden', '1.heic', 'train/d: a class without',
+          'val/c: train has no', 'val/d: a class without', 'a/3.png: 16 bits')
+    images = [dict(id=i, file_name=f'{i}.png', width=8, height=6) for i in range(4)]
+    notes = [dict(id=i, image_id='3', category_id=1, bbox=[1, 2, 3, 4]) for i in range(9)]
+    save(*[f'coco/val2017/{i}.png' for i in range(4)])
+    (coco / 'annotations').mkdir()
+    def annotate(notes):
+        data = dict(images=images, annotations=notes, categories=[dict(id=1, name='cup')])
+        (coco / 'annotations/instances_val2017.json').write_text(json.dumps(data))
+        return coco
+    finds(annotate(notes))
+    images[0]['width'] = 9
+    (coco / 'val2017/1.png').unlink()
+    (coco / 'val2017/2.png').write_bytes(b'')
+    boxes = None, [1, 2, 3, '4'], [1, 2, 0, 4], [9, 2, 3, 4], [.1, .2, .3, .4]
+    for note, change in zip(notes, [*[dict(bbox=box) for box in boxes], dict(image_id=9),
+                                    dict(category_id=2)]):
+        note.update(change)
+    ten = ['0.png', '1.png', '2.png', *[f'annotation {i}:' for i in range(7)]]
+    finds(annotate(notes), *ten)
+    finds(annotate([]), *ten[:3], 'no objects')
 
 # -------------------------------- what all four scripts share --------------------------------
 def source(script):
@@ -2013,13 +2330,12 @@ def source(script):
 
 def test_blocks_are_identical():
     """(If you have changed one script for yourself, it need not stay like the others.)"""
-    for name in ('training loop', 'tools'):
-        block = rf'# --- {name} \(identical.*?# --- end of {name}\n'
-        first, *others = [re.search(block, source(script), re.S)[0] for script in SCRIPTS]
-        for script, text in zip(SCRIPTS[1:], others):
-            for a, b in zip(first.splitlines(), text.splitlines()):
-                assert a == b, f'{name}: attentionx_gpt.py has {a!r}, {script.SCRIPT}.py {b!r}'
-            assert first == text, f'{name}: {script.SCRIPT}.py has more or fewer lines'
+    block = r'# --- runs \(identical.*?# --- end of runs\n'
+    first, *others = [re.search(block, source(script), re.S)[0] for script in SCRIPTS]
+    for script, text in zip(SCRIPTS[1:], others):
+        for a, b in zip(first.splitlines(), text.splitlines()):
+            assert a == b, f'attentionx_gpt.py has {a!r}, {script.SCRIPT}.py {b!r}'
+        assert first == text, f'{script.SCRIPT}.py has more or fewer lines'
 
 def test_docstrings():
     """Every equation that one names is marked in the code, and the other way round."""
@@ -2029,39 +2345,51 @@ def test_docstrings():
         told, marked = set(re.findall(tag, docstring)), set(re.findall(tag, code))
         assert told == marked != set(), (script.SCRIPT, told ^ marked)
 
+def texts():
+    return [(HERE / name).read_text('utf-8') for name in ('README.md', 'experiments/results.md')]
+
+@wants('scipy')
 def test_commands_in_the_texts():
     """What README.md, results.md and the docstrings tell to type is what the scripts take."""
-    texts = [(HERE / name).read_text('utf-8') for name in ('README.md', 'assets/results.md')]
-    texts += [script.__doc__ for script in SCRIPTS]
-    command = r'(?:python|uv run|nproc-per-node 2) (\w+)\.py([^`\n#]*)'
+    told = '\n'.join([*texts(), compare.__doc__.replace('\\\n', ' '),
+                      *(script.__doc__ for script in SCRIPTS)])
+    command = r'(?:python|uv run|nproc-per-node \d) ([\w/]+)\.py([^`\n#]*)'
     scripts, seen = {script.SCRIPT: script for script in SCRIPTS}, 0
-    for name, flags in re.findall(command, '\n'.join(texts)):
-        if name in scripts:
-            with QUIET:
-                scripts[name].parse(shlex.split(flags.split(' && ')[0]))
-            seen += 1
-    assert seen > 30, seen
+    for name, flags in re.findall(command, told):
+        words = shlex.split(flags.split(' && ')[0])
+        with QUIET:
+            if name in scripts:
+                scripts[name].parse(words)
+            elif name == 'experiments/compare' and '--from-csv' not in words:
+                if '--with' in words:  # your own file
+                    continue
+                o, rest = compare.parse(words)
+                compare.cases_of(scripts[o.script], rest, o.table, o.sweep)
+        seen += name in scripts or name == 'experiments/compare'
+    assert seen > 40, seen
 
+@wants('scipy')
 def test_tables_of_the_record(tmp_path):
-    """Each table of results.md under `compare --from-csv` is what that prints, and intervals and
+    """Each table of results.md under `compare.py --from-csv` is what that prints, and intervals and
     other figures of README and of the claims stand in such a table, or at least in results.md."""
-    readme, results = [(HERE / name).read_text('utf-8') for name in ('README.md', 'assets/results.md')]
-    command = r'    python (\w+)\.py (compare --from-csv [^\n]*)\n\n```text\n(.*?)\n```'
+    readme, results = texts()
+    command = r'    python experiments/compare.py ([^\n]*--from-csv [^\n]*)\n\n```text\n(.*?)\n```'
     intervals, seen = set(), 0
-    for name, flags, table in re.findall(command, results, re.S):
-        flags = flags.replace('assets/', f'{HERE.as_posix()}/assets/')
-        end = run(importlib.import_module(name), *shlex.split(flags), '--out-dir', tmp_path)
-        for ours, theirs in zip(table.splitlines(), printed_by(end)[1:], strict=True):
+    for flags, table in re.findall(command, results, re.S):
+        flags = flags.replace('experiments/', f'{HERE.as_posix()}/experiments/')
+        end = run(compare, *shlex.split(flags))
+        assert end.code == 0, end.err
+        for ours, theirs in zip(table.splitlines(), end.out.splitlines()[1:], strict=True):
             assert ours == theirs, f'{flags}: results.md has\n{ours}\nand the csv gives\n{theirs}'
         for line in end.result:
             low, high = line['diff'] - line['interval'], line['diff'] + line['interval']
             intervals |= {f'{low:+.3f} to {high:+.3f}', f'{100 * low:+.1f} to {100 * high:+.1f}'}
         seen += 1
-    assert seen > 5 and results.count('compare --from-csv') == seen, seen
+    assert seen > 5 and results.count(' --from-csv ') == seen, seen
     for text in (readme, results):
         claimed = re.findall(r'[+-][\d.]+ to [+-][\d.]+', text.replace('\N{MINUS SIGN}', '-'))
         assert claimed and set(claimed) <= intervals, set(claimed) - intervals
-    log = gpt.read_csv(HERE / 'assets/runs/gpt-belief-log.csv')
+    log = compare.read_rows(HERE / 'experiments/runs/gpt-belief-log.csv')
     for i in range(3):  # BeliefFormer's lengths, layer by layer
         ratios = [row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in log if row['step'] == 1000]
         found = f'| {i} | {np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |'
@@ -2070,9 +2398,17 @@ def test_tables_of_the_record(tmp_path):
     figures -= set(re.findall(r'\d\.\d\d+', results))
     assert not figures, f'README has {figures}, results.md does not'
 
+def test_pictures_of_the_texts():
+    """A text shows only pictures that figures.py draws, or that stand above their command."""
+    made = (HERE / 'experiments/figures.py').read_text('utf-8')
+    for text in texts():
+        for name, after in re.findall(r'!\[[^\]]*\]\((?:experiments/)?([\w.]+\.png)\)(.{0,600})', text, re.S):
+            assert (HERE / 'experiments' / name).exists(), name
+            assert name in made or 'python ' in after, name
+
 def test_streams_have_names():
     """[1, 7] and [1, 7, 0] are one seed to NumPy: what is drawn for different ends has a name."""
-    for script in (vit, detr, mask):
+    for script in SCRIPTS[1:]:
         assert source(script).count('default_rng(') == 1, script.SCRIPT
         draws = {script.stream(name, *numbers).random() for name in ('batch', 'validation')
                  for numbers in ((1, 7), (1, 7, 0), (1, 70), (17,))}
@@ -2080,16 +2416,14 @@ def test_streams_have_names():
     assert source(gpt).count('default_rng(') == 1  # a single stream needs no name
 
 def test_configs():
-    """Presets and rows of tables are valid, every field is a flag, and --help is Config."""
+    """Presets are valid, every field is a flag, and --help is Config."""
     for script in SCRIPTS:
         for settings in script.PRESETS.values():
             script.Config(**settings)
-        for table, rows in script.TABLES.items():
-            cases = script.cases_of(script.Config(table=table, over=['max_iters=3,4']))
-            assert {*cases} == {f'{name} {n}' for name in rows for n in (3, 4)}, [*cases]
         out = run(script, '--help').out
         for field in dataclasses.fields(script.Config):
-            assert f'{field.name}: ' in out
+            assert f'{field.name}: ' in out, (script.SCRIPT, field.name)
+        assert set(script.LOWEST) | set(script.HIGHEST) <= set(vars(script.Config())), script.SCRIPT
 
 def test_pasted_into_a_notebook():
     """Where there is no file, a script only defines things."""
@@ -2097,72 +2431,66 @@ def test_pasted_into_a_notebook():
         module = types.ModuleType('cell')
         with patch.dict(sys.modules, cell=module):
             exec(source(script), module.__dict__)
-            assert module.Config().max_iters > 0
+            assert module.parse([])[1].max_iters > 0
 
 @wants('nbclient')
 @wants('ipykernel')
 def test_notebook(tmp_path):
-    """README's Colab cell in a real kernel: pictures appear, a second run goes on, an interrupt
-    leaves the kernel alive, a loop over train draws live, a pasted script defines all."""
+    """README's Colab cell in a real kernel: pictures appear, run again it continues, an interrupt
+    leaves the kernel alive, a pasted script trains."""
     nbclient, nbformat = map(importlib.import_module, ('nbclient', 'nbformat'))
     shutil.copytree(HERE, tmp_path / 'attention', ignore=shutil.ignore_patterns('.git', 'out', 'data'))
     (tmp_path / 'text.txt').write_text(TEXT)
     readme = (HERE / 'README.md').read_text('utf-8')
-    cell = re.search(r'    from google.colab.*?curves.png.\)\n', readme, re.S)[0]
+    cell = re.search(r'    from google.colab.*?curves.png.*?\n', readme, re.S)[0]
     cell = '\n'.join(line.strip() for line in cell.splitlines() if 'google.colab' not in line)
     cell = re.sub('(?m)^!git clone.*$', '', cell).replace('/content/drive/MyDrive', str(tmp_path))
     flags = [str(x) for x in tiny(gpt, tmp_path, *CPU)]
-    cell = cell.replace("'--gamma', '3'", f"'--gamma', '3', *{flags}")
+    cell = cell.replace("'--preset', 't4'", repr(flags)[1:-1])
+    assert "'--max-iters', '6'" in cell and '--resume' in cell, cell
     interrupt = ('import threading, os, signal\n'
                  'threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()\n'
                  f"main([*{flags}, '--max-iters', '1000000'])")
-    live = ('%matplotlib inline\nimport matplotlib.pyplot as plt, attentionx_gpt as g\n'
-            'from IPython.display import display\n'
-            f'_, c = g.parse({flags})\n'
-            'for step, model, log in g.train(c):\n    if step % 3 == 0:\n'
-            "        plt.plot([row['val_loss'] for row in log]); display(plt.gcf())")
-    cells = [cell, cell.replace('%cd attention', ''), interrupt, 'print(1 + 1)', live,
-             source(gpt), f'_, c = parse({flags}); print(Config().n_layer, run_folder(c).name)']
+    cells = [cell, cell.replace('%cd attention', ''), interrupt, 'print(1 + 1)',
+             source(gpt), f'print(main({flags})["folder"])']
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     nbclient.NotebookClient(book, timeout=120, allow_errors=True, kernel_name='python3',
                             resources=dict(metadata=dict(path=str(tmp_path)))).execute()
     outs = [json.dumps(cell.outputs) for cell in book.cells]
     assert 'image/png' in outs[0] and 'step 6/6' in outs[0], outs[0][-2000:]
-    assert 'image/png' in outs[1] and 'is finished' in outs[1], outs[1][-2000:]
-    assert 'the same command goes on from step' in outs[2], outs[2][-2000:]
+    assert 'image/png' in outs[1] and 'from step 6' in outs[1], outs[1][-2000:]
+    assert '--resume --folder' in outs[2], outs[2][-2000:]
     assert '2\\n' in outs[3], outs[3]
-    assert outs[4].count('image/png') >= 3, outs[4][-2000:]
-    assert '"error"' not in outs[5] + outs[6] and 'attentionx-s1337' in outs[6], outs[6]
+    assert '"error"' not in outs[4] + outs[5] and 'attentionx-s1337' in outs[5], outs[5]
 
 def test_a_variant_of_your_own(tmp_path):
-    """README's example, put into the script, trains; so does the code to paste into a model."""
+    """README's row, put into the script, trains; so does the code to paste into a model."""
     readme = (HERE / 'README.md').read_text('utf-8')
-    first, second = re.findall(r'```python\n(.*?)```', readme, re.S)
+    first, *_, last = re.findall(r'```python\n(.*?)```', readme, re.S)
     head, row = first.splitlines()
     assert head in source(gpt)
     (tmp_path / 'mine.py').write_text(source(gpt).replace(head, head + '\n' + row))
     with patch.object(sys, 'path', [str(tmp_path), *sys.path]):
         mine = importlib.import_module('mine')
-    done(mine, *tiny(gpt, tmp_path, '--attention', 'laplacian'))
+    done(mine, *tiny(gpt, tmp_path, '--attention', re.search(r"'([\w-]+)'", row)[1]))
     q, k, v = qkv(2, 3, 6, 4)
     names = dict(q=q, k=k, v=v, w_o=torch.nn.Identity())
-    exec(second, names)
+    exec(last, names)
     want = gpt.ATTENTION['belief'](gpt.multi_head(q, k, v), v.transpose(1, 2), None)
     close(names['out'], want.flatten(2), 1e-6)
 
 # ------------------------------------ the training loop ------------------------------------
 def test_schedules():
     """Cosine is in the test after this one."""
-    c = gpt.Config(schedule='trapezoid', warmup_iters=10, max_iters=110, warmdown_iters=20)
-    close([gpt.schedule(step, c) for step in (0, 10, 90, 100, 110)], [1 / 11, 1, 1, 0.5, 0], 1e-7)
-    c = dataclasses.replace(c, schedule='step')
-    close([gpt.schedule(step, c) for step in (4, 10, 89, 90)], [5 / 11, 1, 1, 0.1], 1e-7)
+    c = gpt.Config(schedule='trapezoid', warmup_iters=10, max_iters=110, warmdown_iters=20,
+                   learning_rate=1)
+    close([gpt.learning_rate(step, c) for step in (0, 10, 90, 100, 110)], [1 / 11, 1, 1, 0.5, 0], 1e-7)
 
 def test_training_by_hand(tmp_path):
     """Five steps of Adam: accumulation, clipping, decay, warmup and cosine."""
     flags = tiny(gpt, tmp_path, '--grad-accum-steps', 2, '--max-iters', 5, '--grad-clip', 0.5,
                  '--eval-interval', 1, *CPU, '--bias', '--beta1', 0.8, '--beta2', 0.9, '--weight-decay', 0.3)
-    log = done(gpt, *flags)['log']
+    result = done(gpt, *flags)
     with QUIET:
         _, c = gpt.parse(flags)
         data = gpt.load_data(c)
@@ -2177,11 +2505,11 @@ def test_training_by_hand(tmp_path):
         loss = F.cross_entropy(model(x, y)[0].flatten(0, 1), y.flatten())
         loss.backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5
-        close(log[step + 1]['loss'], loss, 1e-4)
+        close(result['log'][step + 1]['loss'], loss, 1e-4)
         for p in model.parameters():
             p.data *= 1 - lr * 0.3 * (p.dim() > 1)
         adam.step()
-    for name, p in checkpoint(tmp_path)['model'].items():
+    for name, p in load(result['folder'] / 'ckpt.pt')['model'].items():
         close(p, model.state_dict()[name], 2e-5)
 
 def test_dropout_differs_from_step_to_step(tmp_path):
@@ -2190,85 +2518,101 @@ def test_dropout_differs_from_step_to_step(tmp_path):
     losses = [row['loss'] for row in done(gpt, *flags)['log'][1:]]
     assert len(set(losses)) == len(losses) == 6, losses
 
-def interrupted(script, step, error=KeyboardInterrupt):
-    """A patch: Ctrl-C, or another end, while the process prepares this step."""
-    whole = script.get_batch
-    def get_batch(data, c, now, micro, device):
-        if now == step and micro == 0:
-            raise error
-        return whole(data, c, now, micro, device)
-    # as code of this file, which stands beside the script, it would name another run
-    get_batch.__code__ = get_batch.__code__.replace(co_filename=script.__file__)
-    return patch.object(script, 'get_batch', get_batch)
-
 def test_resume_bit_for_bit(tmp_path):
-    """Stopped between two evaluations, and given again: the same weights, and in float16 the same
-    scale of the loss."""
+    """Stopped between two evaluations, then resumed as the last line says: the weights, the log, the
+    best weights and, in float16, the scale of the loss are those of a run that was not stopped."""
     for script, dtype in [*((script, 'float32') for script in SCRIPTS), (gpt, 'float16')]:
         flags = tiny(script, tmp_path, '--grad-accum-steps', 2, *CPU, '--dtype', dtype)
+        if script is mask:
+            flags += ['--init', str(mask_teacher(tmp_path))]
         where = done(script, *flags)['folder']
-        want = checkpoint(where)
-        shutil.rmtree(where)
         with interrupted(script, 5):
             end = run(script, *flags)
-            assert (end.code, 'from step 3' in end.out) == (130, True), (script.SCRIPT, end.out)
-        assert 'goes on from step 3' in run(script, *flags).out, script.SCRIPT
-        got = checkpoint(where)
-        assert same(want['model'], got['model']), script.SCRIPT
-        for a, b in zip(want['progress'][3], got['progress'][3], strict=True):
-            a['seconds'] = b['seconds'] = 0
-            assert repr(a) == repr(b)  # repr: there may be nan
-        assert want['scaler'] == got['scaler']
-        assert want['scaler'].get('scale', 1) > 1 or dtype == 'float32'
-        assert 'is finished' in run(script, *flags).out
-        assert 'step 0/6' in run(script, *flags, '--fresh').out
+            assert end.code == 130, (script.SCRIPT, end.err)
+        words = shlex.split(end.out.splitlines()[-1].partition('.py ')[2])
+        end = run(script, *words)
+        assert end.code == 0 and 'from step 3' in end.out, (script.SCRIPT, end.err)
+        for name in ('ckpt.pt', 'best.pt'):
+            want, got = load(where / name), load(end.result['folder'] / name)
+            assert same(want['model'], got['model']), (script.SCRIPT, name)
+            assert want['scaler'] == got['scaler']
+            assert want['scaler'].get('scale', 1) > 1 or dtype == 'float32'
+        logs = [[{**row, 'seconds': 0} for row in result['log']]
+                for result in (done(script, '--resume', '--folder', where), end.result)]
+        assert repr(logs[0]) == repr(logs[1]), script.SCRIPT  # repr: there may be nan
+        text = (where / 'log.csv').read_text()
+        assert text.count('\n') == 4 and text.startswith('step,'), text
 
-def test_notebook_loop(tmp_path):
-    """for step, model, log in train(c, folder, data): gradients, data and a folder of one's own."""
+def test_resume_and_folders(tmp_path):
+    """Every command trains in a folder of its own; --resume starts a run where there is none, keeps
+    the run's settings, extends it, and says if the script has changed."""
+    for script in SCRIPTS:
+        flags = tiny(script, tmp_path, *CPU)
+        if script is mask:
+            flags += ['--init', str(mask_teacher(tmp_path))]
+        first = run(script, '--resume', *flags)
+        assert first.code == 0 and 'from step' not in first.out, (first.out, first.err)
+        config = json.loads((first.result['folder'] / 'config.json').read_text())
+        assert config['max_iters'] == 6 and config['learning_rate'] == script.Config().learning_rate
+        second = done(script, *flags)
+        assert second['folder'].name == first.result['folder'].name + '-2'
+        assert second['folder'].parent == first.result['folder'].parent
+        again = run(script, '--resume', *flags)  # the newest; a notebook's cell, run again
+        assert again.code == 0 and 'from step 6' in again.out, (again.out, again.err)
+        assert again.result['folder'] == second['folder']
+        longer = run(script, '--resume', *flags, '--max-iters', 9)
+        assert longer.result['step'] == 9 and 'from step 6' in longer.out, longer.out
+        assert 'changed' not in longer.out
+        with patch.object(script, 'VERSION', 'another'):
+            assert 'has changed' in run(script, '--resume', *flags, '--max-iters', 9).out
+        refuse(script, ['--max-iters 6', 'step 9'], '--resume', *flags)
+        refuse(script, ['--learning-rate', 'stays'], '--resume', *flags, '--max-iters', 9,
+               '--learning-rate', 0.5)
+        refuse(script, ['--folder'], *flags, '--folder', second['folder'])
+        refuse(script, ['ckpt.pt'], '--resume', *flags, '--folder', tmp_path / 'nowhere')
+        refuse(script, ['no such data', 'no-such-data'][1:], *flags, '--data', 'no-such-data')
+        assert len([*first.result['folder'].parent.glob('*')]) == 2  # a mistake uses up no number
+
+def test_own_data_and_folder(tmp_path):
+    """train(c, folder, data) with arrays of one's own, as in a notebook."""
     with QUIET:
         _, c = gpt.parse(tiny(gpt, tmp_path, '--data', 'is-not-read'))
         data = types.SimpleNamespace(train=np.arange(999) % 50, val=np.arange(99) % 50)
-        where = str(tmp_path / 'mine')
-        for step, model, log in gpt.train(c, where, data):
-            norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-            assert (len(norms) > 0) == (step > 0), step
-            assert step == 0 or torch.stack(norms).norm() <= 1.0001  # clipped
-        assert [row['step'] for row in log] == [0, 3, 6]
-        assert model.config.vocab_size == 50, model.config.vocab_size  # the data's tokens
-        steps = [step for step, _, _ in gpt.train(c, where, data)]
-        assert steps == [6], steps  # it is finished
-    data.train = data.train[::-1].copy()  # other data are another run
-    refuse(types.SimpleNamespace(main=lambda _: [*gpt.train(c, where, data)]), ['another folder'])
-    x, y = data.train, data.val  # also deep in them
-    names = {gpt.run_folder(c, types.SimpleNamespace(train=x, val=val)) for val in (
-        x, y, [y], dict(a=y), dict(b=y), '1')}
-    long = np.zeros((2, 5000))  # its middle is not in what it prints
-    long[1, 2500] = 1
-    names |= {gpt.run_folder(c, types.SimpleNamespace(a=types.SimpleNamespace(b=z))) for z in long}
-    assert len(names) == 8, names
+        model, log = gpt.train(c, tmp_path / 'mine', data)
+        _, other = gpt.train(c, None, data)
+    assert [row['step'] for row in log] == [0, 3, 6] and log[-1]['loss'] == other[-1]['loss']
+    assert model.config.vocab_size == 50, model.config.vocab_size  # the data's tokens
+    assert same(load(tmp_path / 'mine/ckpt.pt')['model'], model.state_dict())
 
 def test_not_finite(tmp_path):
     """A loss or gradient that is not finite stops in that step with one line, and the checkpoint is
     from before; in float16 a gradient skips that step alone."""
-    flags, loss_of = tiny(gpt, tmp_path, '--fresh'), gpt.loss_of
-    def broken(model, batch, c):
-        loss = loss_of(model, batch, c)
-        if model.training and next(steps) == 4:
-            if bad == 'loss':
-                return loss * math.nan
-            loss.register_hook(lambda gradient: gradient * math.inf)
-        return loss
-    with patch.object(gpt, 'loss_of', broken):
-        for bad, words in (('loss', 'loss nan'), ('gradient', 'gradient norm')):
+    for script in SCRIPTS:
+        flags, loss_of = tiny(script, tmp_path), script.loss_of
+        if script is mask:
+            flags += ['--init', str(mask_teacher(tmp_path))]
+        def broken(model, batch, c):
+            loss = loss_of(model, batch, c)
+            if model.training and next(steps) == 4:
+                if bad == 'loss':
+                    return loss * math.nan
+                loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss
+        with patch.object(script, 'loss_of', broken):
+            for bad, words in (('loss', 'loss nan'), ('gradient', 'gradient norm')):
+                steps = itertools.count()
+                refuse(script, [words, 'step 4'], *flags)
+                newest = max(tmp_path.glob(f'out/{script.SCRIPT}/*/ckpt.pt'), key=os.path.getmtime)
+                assert load(newest)['progress'][0] == 3
+            if script is not gpt:
+                continue
+            half = [*flags, *CPU, '--dtype', 'float16']
             steps = itertools.count()
-            refuse(gpt, [words, 'step 4'], *flags)
-            assert checkpoint(tmp_path)['progress'][0] == 3
-        steps = itertools.count()
-        end = run(gpt, *flags, *CPU, '--dtype', 'float16')
-        assert end.result['step'] == 6 and math.isfinite(end.result['loss']), end.result
-        assert end.result['skipped'] == 1 and 'skipped 1\n' in end.out, end.out
-        steps = itertools.repeat(4)  # in every step: the scale falls to 1
-        refuse(gpt, ['gradient norm', 'step 8'], *flags, *CPU, '--dtype', 'float16', '--max-iters', 12)
+            end = run(gpt, *half)
+            assert end.result['step'] == 6 and math.isfinite(end.result['loss']), end.result
+            assert load(end.result['folder'] / 'ckpt.pt')['scaler']['scale'] == 256  # halved once
+            steps = itertools.repeat(4)  # in every step: the scale falls to 1
+            refuse(gpt, ['gradient norm', 'step 8'], *half, '--max-iters', 12)
 
 def test_no_clipping(tmp_path):
     """--grad-clip 0, as the papers' presets have it, is no limit, not a limit of 0."""
@@ -2276,9 +2620,9 @@ def test_no_clipping(tmp_path):
     assert none['val_loss'] == wide['val_loss']
 
 def test_killed(tmp_path):
-    """SIGKILL at any moment, and the same command: the weights of a run that nobody disturbed."""
-    def start(out):
-        flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 200, '--eval-interval', 20)
+    """SIGKILL at any moment, then --resume: the weights of a run that nobody disturbed."""
+    def start(out, *more):
+        flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 200, '--eval-interval', 20, *more)
         return subprocess.Popen([sys.executable, gpt.__file__, *flags, '--out-dir', tmp_path / out],
                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     whole, part = start('whole'), start('part')
@@ -2288,42 +2632,51 @@ def test_killed(tmp_path):
     time.sleep(0.15)
     part.kill()
     assert part.wait() == -signal.SIGKILL
-    assert checkpoint(tmp_path / 'part')['progress'][0] < 200
-    assert (start('part').wait(), whole.wait()) == (0, 0)
-    assert same(*(checkpoint(tmp_path / out)['model'] for out in ('whole', 'part')))
+    found, = tmp_path.glob('part/*/*/ckpt.pt')
+    assert load(found)['progress'][0] < 200
+    assert (start('part', '--resume').wait(), whole.wait()) == (0, 0)
+    want, = tmp_path.glob('whole/*/*/ckpt.pt')
+    assert same(load(want)['model'], load(found)['model'])
 
 TORCHRUN = '''
 import importlib, json, os, sys
 os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'False'
-for name, argv in json.loads(sys.argv[1]).items():
+for name, argv in json.loads(sys.argv[1]):
     os.environ['MASTER_PORT'] = str(int(os.environ['MASTER_PORT']) + 1)  # each meets at its own
     importlib.import_module(name).main(argv)
 '''
 
 def test_two_processes(tmp_path):
-    """Two processes with the flags of one end with its weights."""
+    """Two processes with the flags of one end with its weights, also when they resume."""
     (tmp_path / 'run.py').write_text(TORCHRUN)
-    argv = {script.SCRIPT: tiny(script, tmp_path, *CPU) for script in SCRIPTS}
-    alone = {}
+    commands, alone = [], []
     for script in SCRIPTS:
-        where = done(script, *argv[script.SCRIPT])['folder']
-        alone[where.parent] = checkpoint(where)
-        shutil.rmtree(where.parent)
+        flags = tiny(script, tmp_path, *CPU)
+        if script is mask:
+            flags += ['--init', str(mask_teacher(tmp_path))]
+        alone.append(load(done(script, *flags)['folder'] / 'ckpt.pt'))
+        both = [*flags, '--out-dir', str(tmp_path / 'both')]
+        if script is gpt:
+            commands.append([script.SCRIPT, [*both, '--max-iters', '3', '--warmup-iters', '3']])
+            flags = [*flags, '--warmup-iters', '3']
+            alone[-1] = load(done(script, *flags)['folder'] / 'ckpt.pt')
+            both = ['--resume', '--max-iters', '6', '--out-dir', str(tmp_path / 'both')]
+        commands.append([script.SCRIPT, both])
     command = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2',
                '--master-port', str(20000 + os.getpid() % 10000), str(tmp_path / 'run.py')]
     try:
-        ended = subprocess.run([*command, json.dumps(argv)], capture_output=True, text=True,
+        ended = subprocess.run([*command, json.dumps(commands)], capture_output=True, text=True,
                                env={**os.environ, 'PYTHONPATH': str(HERE)}, timeout=120)
     except subprocess.TimeoutExpired:
         raise unittest.SkipTest('two processes did not meet in 2 minutes: no loopback interface?')
     assert ended.returncode == 0, ended.stderr
-    for where, want in alone.items():
-        student, = [path for path in where.glob('*/ckpt.pt') if 'teacher' not in str(path)]
-        both = torch.load(student, weights_only=True)
-        assert both['progress'][0] == 6
-        for a, b in zip(both['progress'][3][1:], want['progress'][3][1:]):
+    for script, want in zip(SCRIPTS, alone):
+        found, = tmp_path.glob(f'both/{script.SCRIPT}/*/ckpt.pt')
+        got = load(found)
+        assert got['progress'][0] == 6
+        for a, b in zip(got['progress'][2][1:], want['progress'][2][1:]):  # of the logs
             assert abs(a['loss'] - b['loss']) < 1e-4 * (0.01 + b['loss']), (a, b)
-        for name, p in both['model'].items():  # Adam makes steps of rounding, too
+        for name, p in got['model'].items():  # Adam makes steps of rounding, too
             close(p, want['model'][name], 1e-3)
 
 VARIANTS = {  # settings of every variant of each script
@@ -2341,19 +2694,14 @@ VARIANTS = {  # settings of every variant of each script
 
 def small_case(script, path, device, **settings):
     """Model, first batch and Config of a small run."""
+    if script is mask:
+        settings['init'] = str(mask_teacher(path))
     with QUIET:
         _, c = script.parse(tiny(script, path, *CPU))
-        if script is mask and not any(path.glob('teacher.pt')):
-            teacher = mask.GPT2(mask_config(vocab_size=256))
-            torch.save(dict(model=teacher.state_dict(), config=dict(n_head=2)), path / 'teacher.pt')
-        if script is mask:
-            settings['init'] = str(path / 'teacher.pt')
         c = dataclasses.replace(c, **settings)
         data = script.load_data(c)
-        model = script.make_model(c, data)
-        if script is mask:  # no part of the model, so that checkpoints are without it
-            model.teacher[0].to(device)
-        return model.to(device).train(), script.get_batch(data, c, 0, 0, device), c
+        model = script.make_model(c, data).to(device).train()
+        return model, script.get_batch(data, c, 0, 0, device), c
 
 def test_meta_device(tmp_path):
     """A training step of every variant where tensors have no values: one that was left on the CPU
@@ -2364,7 +2712,8 @@ def test_meta_device(tmp_path):
         for script in SCRIPTS:
             for settings in VARIANTS[script]:
                 model, batch, c = small_case(script, tmp_path, 'meta', **settings)
-                for x in torch.utils._pytree.tree_leaves(batch):
+                inputs = batch[:2] if script is detr else batch  # its targets go there together
+                for x in torch.utils._pytree.tree_leaves(inputs):
                     where = x.device.type if torch.is_tensor(x) else 'meta'
                     assert where == 'meta', f'{script.SCRIPT} {settings}: a batch on {where}'
                 optimizer = script.make_optimizer(model, c)
@@ -2383,7 +2732,15 @@ def test_one_graph(tmp_path):
             found = torch._dynamo.explain(model)(*inputs)
             assert found.graph_count <= 1, (script.SCRIPT, found.break_reasons)
 
-# ------------------------------------ the tools ------------------------------------
+def mask_teacher(path):
+    """A small teacher's file."""
+    file = path / 'teacher.pt'
+    if not file.exists():
+        teacher = mask.GPT2(mask_config(vocab_size=256))
+        torch.save(dict(model=teacher.state_dict(), config=dict(n_head=2)), file)
+    return file
+
+# ------------------------------------ mistakes ------------------------------------
 class Trap:
     """Unpickled it would make a folder."""
     def __reduce__(self):
@@ -2399,228 +2756,52 @@ def test_mistakes(tmp_path):
     """The likely ones, in every script: one line, exit code 2, nothing lost."""
     for script in SCRIPTS:
         flags = tiny(script, tmp_path)
-        refuse(script, ['--sed: ', '--seed'], *flags, '--sed', '3')
-        refuse(script, ['trane', 'train, compare'], 'trane')
-        for name in script.POSITIVE:
-            refuse(script, ['--' + name.replace('_', '-'), 'at least 1'], '--' + name, 0)
-        refuse(script, ['--schedule zigzag', 'cosine'], '--schedule', 'zigzag')
+        if script is mask:
+            flags += ['--init', str(mask_teacher(tmp_path))]
+        refuse(script, ['no run'], 'sample' if 'sample' in script.ACTIONS else [*script.ACTIONS][-1],
+               *flags, *(['--images', 'a.jpg'] if script in (vit, detr) else []))
+        refuse(script, ['--sed'], *flags, '--sed', '3')
+        refuse(script, ['trane', 'train, '], 'trane')
+        for name, lowest in script.LOWEST.items():
+            refuse(script, [name, f'at least {lowest}'], '--' + name, lowest - 1)
+        for name, highest in script.HIGHEST.items():
+            refuse(script, [name, f'at most {highest}'], '--' + name, highest + 1)
+            refuse(script, [name], '--' + name, 'nan')
+        refuse(script, ['dtype', 'float32'], '--dtype', 'float8')
         refuse(script, ['no-such-data', 'prepare_data.py'], *flags, '--data', 'no-such-data')
-        refuse(script, ['--over'], 'compare', *flags, '--over', 'nothing=1')
-        refuse(script, ['--final-seeds'], 'compare', *flags, '--final-seeds', '1')
-        refuse(script, ['seeds', 'a,b'], 'compare', *flags, '--seeds', 'a,b')
-        refuse(script, ['--device gpu'], *flags, '--device', 'gpu')
         if not torch.cuda.is_available():
             refuse(script, ['--device cuda'], *flags, '--device', 'cuda')
         with patch.object(script, 'WORLD', 2):
+            refuse(script, ['WORLD_SIZE'], *flags)
             refuse(script, ['--batch-size 3', '2 processes'], '--batch-size', 3)
+        with patch('shutil.which', lambda name: None):
+            refuse(script, ['--no-compile'], *flags, '--compile')
         file = done(script, *flags)['folder'] / 'ckpt.pt'
         saved = {p: p.read_bytes() for p in file.parent.glob('*.pt')}
         with patch('pathlib.Path.write_bytes', full):
-            refuse(script, ['No space left on device'], *flags, '--fresh')
+            refuse(script, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
         assert all(p.read_bytes() == before for p, before in saved.items())
         torch.save(dict(model=Trap()), tmp_path / 'trap.pt')
-        for damage in (b'', file.read_bytes()[:-100], (tmp_path / 'trap.pt').read_bytes()):
+        torch.save(dict(model={}), tmp_path / 'foreign.pt')
+        for damage in (b'', file.read_bytes()[:-100], (tmp_path / 'trap.pt').read_bytes(),
+                       (tmp_path / 'foreign.pt').read_bytes()):
             file.write_bytes(damage)
-            refuse(script, ['ckpt.pt'], *flags)
+            refuse(script, ['ckpt.pt'], '--resume', *flags)
             assert file.read_bytes() == damage and not os.path.exists('trapped')
         with patch.object(script, 'loss_of', side_effect=torch.OutOfMemoryError('memory')):
-            refuse(script, ['out of memory', '--batch-size'], *flags, '--fresh')
-
-def edited(script, before, after):
-    """A patch: the script with this edit, as far as the names of its runs are concerned."""
-    text = source(script)
-    changed = text.replace(before, after, 1)
-    if changed == text:  # that line has been changed already
-        changed += '# an edit'
-    return patch.object(script, 'SOURCE', changed)
-
-def test_any_edit_trains_anew(tmp_path):
-    """No figures of other code or data, wherever the change is; --reuse takes them, and says so."""
-    for script, before, after in (
-            (gpt, 'v - gamma * mh', 'v - 2 * gamma * mh'), (gpt, 'F.gelu', 'F.silu'),
-            (gpt, 'F.cross_entropy', '2 * F.cross_entropy'), (gpt, 'optim.AdamW', 'optim.Adam'),
-            (gpt, '# ----', '# a comment\n# ----'), (vit, '0.866 * abs(x)', '0.8 * abs(x)'),
-            (vit, '0.08 + 0.92', '0.1 + 0.9'), (vit, 'ops.invert(image)', 'image'),
-            (detr, 'x >= tip * (1 - y)', 'x >= tip'), (detr, '(1 - giou)', '(2 - giou)'),
-            (detr, 'F.relu(self.bn3', 'F.gelu(self.bn3'), (mask, 'p.exp() * (p - q)', 'p - q'),
-            (mask, "('<=', 1e-3)", "('<=', 1e-2)"),
-            (mask, 'learning_rate=c.teacher_lr', 'learning_rate=1e-3')):
-        c = script.Config()
-        old = script.run_folder(c)
-        with edited(script, before, after):
-            assert script.run_folder(c) != old, before
-        assert script.run_folder(c) == old
-    flags = tiny(gpt, tmp_path, *CPU)
-    old = done(gpt, *flags)
-    with edited(gpt, 'v - gamma * mh', 'v - 2 * gamma * mh'):
-        new = run(gpt, *flags)
-        assert 'is finished' not in new.out and new.result['folder'] != old['folder']
-        shutil.rmtree(new.result['folder'])
-        reused = run(gpt, *flags, '--reuse')
-        assert 'code or data have changed' in reused.out and 'is finished' in reused.out
-        assert reused.result['folder'] == old['folder']
-        fresh = done(gpt, *flags, '--reuse', '--fresh')  # not new code into the old folder
-        assert fresh['folder'] == new.result['folder'] != old['folder']
-    (tmp_path / 'text.txt').write_text(TEXT + TEXT)
-    assert 'is finished' not in run(gpt, *flags).out
-    assert 'exists in float32' in run(gpt, *flags, '--dtype', 'float16').out
-    facts = json.loads((old['folder'] / 'config.json').read_text())
-    assert (facts['attention'], facts['dtype'], facts['n_layer']) == ('attentionx', 'float32', 2)
-    blob = subprocess.run(['git', 'hash-object', gpt.__file__], capture_output=True, text=True)
-    assert blob.returncode or facts['script'] == blob.stdout.strip(), facts['script']
-
-def test_notebook_cells_count(tmp_path):
-    """A row put into ATTENTION, or a class or method replaced, counts with the text of its cell;
-    so does a module of one's own beside the script."""
-    def cell(number, text):
-        name = f'cell-{number}'
-        linecache.cache[name] = len(text), None, text.splitlines(True), name
-        exec(compile(text, name, 'exec'), names)
-    names = dict(gpt=gpt, torch=torch, __name__='__main__')
-    c = gpt.Config(attention='softmax')
-    folders = [gpt.run_folder(c)]
-    with patch.dict(gpt.ATTENTION), patch.object(gpt, 'MLP', gpt.MLP), \
-            patch.object(gpt.Block, 'forward', gpt.Block.forward):
-        for number, text in enumerate((
-                "gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v",
-                "gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh + v",
-                'class MLP(gpt.nn.Module):\n    def forward(self, x):\n        return x\ngpt.MLP = MLP',
-                'def forward(self, x, cache=None):\n    return x\ngpt.Block.forward = forward')):
-            cell(number, text)
-            folders.append(gpt.run_folder(c))
-    assert len(set(folders)) == 5 and gpt.run_folder(c) == folders[0], folders
-    own = types.ModuleType('own')
-    own.__file__ = str(tmp_path / 'own.py')
-    with patch.object(gpt, 'FOLDER', tmp_path.resolve()), \
-            patch.object(gpt, 'own', own, create=True):
-        for text in ('a = 1', 'a = 2'):
-            (tmp_path / 'own.py').write_text(text)
-            linecache.checkcache()
-            folders.append(gpt.run_folder(c))
-    assert folders[-2] != folders[-1], folders
-    entry = linecache.cache[gpt.FILE]  # the file is edited, what has been loaded is not
-    with patch.dict(linecache.cache, {gpt.FILE: (*entry[:2], ['# edited'], entry[3])}):
-        assert gpt.run_folder(c) == folders[0]
-
-def test_student():
-    """Student's intervals and p: the textbook's 5 % points, and 5 % over four tests."""
-    for n, t, t4 in ((2, 12.706, 50.923), (3, 4.303, 8.860), (8, 2.365, 3.335)):
-        gaps = np.linspace(-1, 1, n)
-        error = gaps.std(ddof=1) / n ** 0.5
-        half, p = gpt.student(gaps + t * error)
-        close([half / error / t, p], [1, 0.05], 1e-3)
-        close(gpt.student(gaps + 1, 4)[0] / error / t4, 1, 1e-3)
-    assert math.isnan(gpt.student([1.0])[1])
-
-def fake(figure):
-    """A patch of train: a run ends at once, with figure(c)."""
-    def train(c, path=None):
-        log = [dict(step=0, seconds=0.0, val_loss=9.0, loss=9.0)]
-        gpt.write_csv(path / 'log.csv', log)
-        facts = gpt.describe(c, torch.nn.Linear(2, 2))
-        gpt.write_file(path / 'config.json', json.dumps(facts).encode())
-        value = figure(c)
-        log.append(dict(step=c.max_iters, seconds=1.0, val_loss=value, loss=value))
-        yield c.max_iters, torch.nn.Linear(2, 2), log
-    return patch.object(gpt, 'train', train)
-
-def test_compare_at_best(tmp_path):
-    """Each at its best rate: one run diverges, one best lies at the end, both are said; the csv
-    gives the same table."""
-    best = {'softmax': 4e-3, 'belief': 1e-3}
-    def figure(c):
-        if c.learning_rate == 8e-3 and c.attention == 'belief':
-            raise FloatingPointError('loss nan')
-        gap = abs(math.log2(c.learning_rate / best[c.attention]))
-        return 2 + 0.1 * gap - 0.02 * (c.attention == 'belief') + 0.001 * (c.seed % 3)
-    with fake(figure):
-        flags = ['compare', '--over', 'learning-rate=1e-3,2e-3,4e-3,8e-3', '--over',
-                 'attention=belief,softmax', '--seeds', '0,1', '--out-dir', tmp_path]
-        end = run(gpt, *flags, '--best', 'learning_rate', '--final-seeds', '5,6,7')
-        rows, out = end.result, end.out
-        assert [row['case'] for row in rows] == ['4e-3 softmax', '1e-3 belief'], rows
-        close(rows[0]['mean'], 2.001, 1e-6)
-        close(rows[1]['diff'], -0.02, 1e-6)
-        assert 'val_loss of 3 seeds' in out and '8e-3 belief, seed 1: run 16' in out, out
-        assert out.count('counts as worst: loss nan') == 2
-        assert out.count('8e-3: ') == 0 and out.count('0.008: ') == 2, out
-        assert '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
-        runs, = tmp_path.glob('*/compare-*/runs.csv')
-        again = run(gpt, 'compare', '--from-csv', runs, '--best', 'learning_rate', *flags[-2:])
-        tables = out[out.index('\nval_loss by learning_rate'):].splitlines()
-        found = printed_by(again)
-        assert len(found) > 9 and set(found) <= set(tables), set(found) - set(tables)
-        losses = done(gpt, 'compare', '--from-csv', runs, '--figure', 'mean_loss', *flags[-2:])
-        close(losses[0]['diff'], 0, 0)
-        refuse(gpt, ['--figure', 'val_loss'], 'compare', '--from-csv', runs, '--figure', 'x')
-        refuse(gpt, ['two runs'], 'compare', '--from-csv', f'{runs},{runs}', *flags[-2:])
-        whole = ['--best', 'warmup_iters', '--attention', 'softmax', *flags[-2:]]  # a csv has 2.0
-        end = run(gpt, 'compare', '--over', 'warmup-iters=1,2', '--seeds', '0', *whole)
-        later, = {*tmp_path.glob('*/compare-*/runs.csv')} - {runs}
-        for out in (end.out, run(gpt, 'compare', '--from-csv', later, *whole).out):
-            assert '   2: 2.1000 x 1\n' in out, out
-        with patch.object(gpt, 'BETTER', max):
-            rows = done(gpt, *flags, '--best', 'learning_rate')
-        assert [row['case'] for row in rows] == ['1e-3 softmax', '4e-3 belief'], rows
-
-def test_intervals(tmp_path):
-    """Paired by seed, and wider by the number of rows tested; one seed has none."""
-    shifts = {'softmax': (0, 0, 0), 'attentionx': (1, 2, 3), 'belief': (1, 1.1, 1.2)}
-    with fake(lambda c: 2.0 + shifts[c.attention][c.seed] + 10 * c.seed):
-        over = 'attention=' + ','.join(shifts)
-        flags = 'compare', '--over', over, '--out-dir', tmp_path
-        rows = done(gpt, *flags)
-        one = run(gpt, *flags, '--seeds', '0')
-    for row, mean, sd in zip(rows[1:], (2, 1.1), (1, 0.1)):
-        close([row['diff'], row['interval']], [mean, 6.205 * sd / 3 ** 0.5], 2e-3)  # t at 1 - .05 / 2
-    refuse(gpt, ['same settings'], *flags, '--over', 'threads=1,2')
-    refuse(gpt, ['type bool'], *flags, '--over', 'zero_diag=0,1')
-    assert 'nan' not in one.out and '+1.0000       -       -' in one.out, one.out
-
-def test_compare_untrained(tmp_path):
-    """Runs of no steps at all are compared too: masks are judged untrained."""
-    rows = done(mask, 'compare', *tiny(mask, tmp_path, '--over', 'max_iters=0,2', '--seeds', '0'))
-    assert len(rows) == 2 and rows[0]['mean'] != rows[1]['mean'], rows
-
-def test_compare_and_bench(tmp_path):
-    """Each script's, once; a second time everything is found."""
-    for script in SCRIPTS:
-        flags = [*tiny(script, tmp_path), '--over', 'learning_rate=1e-3,1e-2']
-        rows = done(script, 'compare', *flags, '--seeds', '0,1')
-        again = run(script, 'compare', *flags, '--seeds', '0,1')
-        assert again.out.count('is finished') >= 4
-        assert again.result[1]['diff'] == rows[1]['diff']
-        assert list(tmp_path.glob(f'out/{script.SCRIPT}/compare-*/runs.csv'))
-        if importlib.util.find_spec('matplotlib'):
-            assert list(tmp_path.glob(f'out/{script.SCRIPT}/compare-*/compare.png'))
-        bench = run(script, 'bench', *flags, '--rounds', 2)
-        first, second = bench.result.values()
-        assert len(first) == len(second) == 4 and min(first + second) > 0
-        assert f'{np.median(np.divide(second, first)[2:]):.3f} (' in bench.out
+            refuse(script, ['out of memory', '--batch-size'], *flags)
 
 def test_recipes_need_their_data(tmp_path):
     """A recipe without its data names the command that makes them; nothing else is trained."""
-    for script, preset, name in ((gpt, 'owt-124m', 'openwebtext'), (vit, 'cifar-paper', 'cifar10'),
-                                 (detr, 'paper', 'coco'), (mask, 'report004', 'wikitext')):
-        with contextlib.chdir(tmp_path) if hasattr(contextlib, 'chdir') else contextlib.nullcontext():
-            refuse(script, ['prepare_data.py', name], '--preset', preset, '--max-iters', 2, *CPU)
-
-def test_baseline_comes_first():
-    """A row of your own, put before softmax, is no baseline."""
-    rows = {'mine': lambda mh, v, gamma: v, **gpt.ATTENTION}
-    with patch.dict(gpt.TABLES, all={name: dict(attention=name) for name in rows}), \
-            patch.dict(gpt.CHOICES, attention=rows):
-        assert next(iter(gpt.cases_of(gpt.Config(table='all')))) == 'softmax'
-
-def test_the_last_run_is_trains(tmp_path):
-    """sample uses the last run of train, whatever inspect and compare have left."""
-    refuse(gpt, ['no run', '--run'], 'sample', *tiny(gpt, tmp_path))
-    trained = done(gpt, *tiny(gpt, tmp_path))['folder']
-    run(gpt, 'inspect', *tiny(gpt, tmp_path, '--seed', 3))
-    run(gpt, 'compare', *tiny(gpt, tmp_path, '--over', 'gamma=2', '--seeds', '4'))
-    assert (trained.parent / 'last').read_text() == trained.name
-    end = run(gpt, 'sample', *tiny(gpt, tmp_path, '--seed', 3))
-    assert end.code == 0 and len(end.result) > 4, end.err
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        for script, preset, name in ((gpt, 'owt-124m', 'openwebtext'), (vit, 'cifar-paper', 'cifar10'),
+                                     (detr, 'paper', 'coco'), (mask, 'report004', 'wikitext')):
+            if script in SCRIPTS:
+                refuse(script, ['prepare_data.py', name], '--preset', preset, '--max-iters', 2, *CPU)
+    finally:
+        os.chdir(before)
 
 @unittest.skipUnless(DEVICE.startswith('cuda'), 'no CUDA GPU is here')
 def test_cuda(tmp_path):
@@ -2629,19 +2810,140 @@ def test_cuda(tmp_path):
         begun = tiny(script, tmp_path, '--max-iters', 9)
         with interrupted(script, 5):
             run(script, *begun, *CPU)
-        end = run(script, *begun)
-        assert end.code == 0 and 'goes on' in end.out, (end.out, end.err)
+        end = run(script, '--resume', *begun)
+        assert end.code == 0 and 'from step' in end.out, (end.out, end.err)
         capability = torch.cuda.get_device_capability()
         for dtype in ('float16', 'bfloat16') if capability >= (8, 0) else ('float16',):
             end = run(script, *begun, '--dtype', dtype)
             assert end.code == 0 and math.isfinite(end.result['loss']), (end.out, end.err)
-            assert end.result.get('skipped', 0) <= 1, end.result
 
 def test_float16_skips_few_steps(tmp_path):
     """Of the first steps of a default run, at most one: variants should lose none to overflows."""
     for script in SCRIPTS:
         end = run(script, *tiny(script, tmp_path, *CPU, '--dtype', 'float16'))
-        assert end.code == 0 and end.result['skipped'] <= 1, (script.SCRIPT, end.err, end.result)
+        assert end.code == 0, (script.SCRIPT, end.err)
+        assert load(end.result['folder'] / 'ckpt.pt')['scaler']['scale'] >= 256, script.SCRIPT
+
+# ------------------------------------ experiments/compare.py ------------------------------------
+def fake(figure):
+    """A patch of train: a run ends at once, with figure(c)."""
+    def train(c, folder=None, data=None):
+        value = figure(c)
+        runs.append(c)
+        return torch.nn.Linear(2, 2), [dict(step=0, seconds=0.0, val_loss=9.0),
+                                       dict(step=6, seconds=1.0, val_loss=value, loss=value)]
+    runs = []
+    return patch.object(gpt, 'train', train), runs
+
+@wants('scipy')
+@wants('matplotlib')
+def test_compare_at_best(tmp_path):
+    """Each at its best rate: one run diverges, one best lies at the end, both are said; the csv
+    gives the same table; a second time nothing is trained."""
+    best = {'softmax': 4e-3, 'belief': 1e-3}
+    def figure(c):
+        if c.learning_rate == 8e-3 and c.attention == 'belief':
+            raise FloatingPointError('loss nan')
+        gap = abs(math.log2(c.learning_rate / best[c.attention]))
+        return 2 + 0.1 * gap - 0.02 * (c.attention == 'belief') + 0.001 * (c.seed % 3)
+    patched, runs = fake(figure)
+    flags = ['attentionx_gpt', '--sweep', 'learning-rate=1e-3,2e-3,4e-3,8e-3', '--sweep',
+             'attention=belief,softmax', '--seeds', '0,1', '--csv', tmp_path / 'a.csv']
+    tuned = [*flags, '--tune', 'learning_rate', '--test-seeds', '5,6,7']
+    with patched:
+        end = run(compare, *tuned)
+        rows, out = end.result, end.out
+        assert [row['case'] for row in rows] == ['4e-3 softmax', '1e-3 belief'], rows
+        close(rows[0]['mean'], 2.001, 1e-6)
+        close(rows[1]['diff'], -0.02, 1e-6)
+        assert 'val_loss of 3 seeds' in out and '16 runs to do' in out and '6 runs to do' in out
+        assert out.count('counts as worst: loss nan') == 2
+        assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
+        assert len(runs) == 20 and (tmp_path / 'a.png').exists(), len(runs)
+        assert done(compare, *tuned) == rows and len(runs) == 20, len(runs)
+    tables = out[out.index('\nval_loss by learning_rate'):].splitlines()
+    end = run(compare, 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune', 'learning_rate')
+    found = end.out.splitlines()
+    assert len(found) > 9 and set(found) <= set(tables), set(found) - set(tables)
+    losses = done(compare, 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune',
+                  'learning_rate', '--metric', 'mean_loss')
+    close(losses[1]['diff'], -0.02, 1e-6)
+
+@wants('scipy')
+def test_compare_mistakes(tmp_path):
+    flags = ['attentionx_gpt', '--csv', tmp_path / 'a.csv', '--seeds', '0']
+    for words, more in ((['--sweep', 'FIELD'], ['--sweep', 'nothing']),
+                        (['--nothing'], ['--sweep', 'nothing=1']),
+                        (['choose from', 'papers'], ['--table', 'x']),
+                        (['same settings'], ['--sweep', 'threads=1,2']),
+                        (['--test-seeds'], ['--test-seeds', '1']),
+                        (['--tune', '--sweep'], ['--tune', 'gamma']),
+                        (['no such Python file'], ['--with', tmp_path / 'none.py']),
+                        (['--attention'], ['--sweep', 'attention=mine'])):
+        refuse(compare, words if '--attention' not in words else ['attention mine'], *flags, *more)
+    patched, runs = fake(lambda c: 1.0)
+    with patched:
+        run(compare, *flags, '--sweep', 'gamma=2')
+        refuse(compare, ['--metric val_los'], 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv',
+               '--metric', 'val_los')
+        refuse(compare, ['two rows'], 'attentionx_gpt', '--from-csv', *2 * [tmp_path / 'a.csv'])
+        with patch.object(gpt, 'VERSION', 'another'):
+            refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
+
+@wants('scipy')
+@wants('matplotlib')
+def test_intervals(tmp_path):
+    """Paired by seed, and wider by the number of rows tested; one seed has none. Softmax comes
+    first, wherever it was named."""
+    shifts = {'attentionx': (1, 2, 3), 'belief': (1, 1.1, 1.2), 'softmax': (0, 0, 0)}
+    patched, _ = fake(lambda c: 2.0 + shifts[c.attention][c.seed] + 10 * c.seed)
+    with patched:
+        flags = ['attentionx_gpt', '--sweep', 'attention=' + ','.join(shifts), '--csv', tmp_path / 'a.csv']
+        rows = done(compare, *flags)
+        one = run(compare, *flags, '--seeds', '0')
+    assert rows[0]['case'] == 'softmax', rows
+    for row, mean, sd in zip(rows[1:], (2, 1.1), (1, 0.1)):
+        close([row['diff'], row['interval']], [mean, 6.205 * sd / 3 ** 0.5], 2e-3)  # t at 1 - .05 / 2
+    assert 'nan' not in one.out and '+1.0000       -       -' in one.out, one.out
+
+@wants('scipy')
+@wants('matplotlib')
+def test_compare_and_bench(tmp_path):
+    """Each script's, once; what is in the csv is not trained again; two at a time."""
+    for script in SCRIPTS:
+        flags = [script.SCRIPT, *tiny(script, tmp_path), '--sweep', 'learning_rate=1e-3,1e-2']
+        if script is mask:
+            flags += ['--init', mask_teacher(tmp_path)]
+        rows = done(compare, *flags, '--seeds', '0,1')
+        again = run(compare, *flags, '--seeds', '0,1')
+        assert ' 0 runs to do' in again.out, again.out
+        assert repr(again.result) == repr(rows)  # repr: there may be nan
+        for name, gap in (('png', 1), ('csv', 1)):
+            assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.{name}')]) == gap
+        bench = run(compare, *flags, '--bench', '--rounds', 2)
+        first, second = bench.result.values()
+        assert len(first) == len(second) == 4 and min(first + second) > 0
+        assert f'{np.median(np.divide(second, first)[2:]):.3f} (' in bench.out
+    flags = ['mask_distill', *tiny(mask, tmp_path), '--init', mask_teacher(tmp_path)]
+    rows = done(compare, *flags, '--sweep', 'max_iters=0,2', '--seeds', '0')  # untrained masks, too
+    assert len(rows) == 2 and rows[0]['mean'] != rows[1]['mean'], rows
+
+@wants('scipy')
+@wants('matplotlib')
+def test_compare_with_a_file(tmp_path):
+    """--with adds a variant, in other processes too; its version stands in the rows."""
+    (tmp_path / 'mine.py').write_text('import attentionx_gpt as gpt\n'
+                                      "gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n")
+    flags = ['attentionx_gpt', *tiny(gpt, tmp_path), '--with', tmp_path / 'mine.py', '--sweep',
+             'attention=softmax,mine', '--seeds', '0', '--csv', tmp_path / 'a.csv']
+    with patch.dict(gpt.ATTENTION):
+        rows = done(compare, *flags, '--workers', 2)
+        assert [row['case'] for row in rows] == ['softmax', 'mine'] and rows[1]['diff'] != 0
+        found = compare.read_rows(tmp_path / 'a.csv')
+        assert {row['with'] for row in found} == {compare.blob(tmp_path / 'mine.py')}
+        assert {row['script'] for row in found} == {compare.blob(gpt.__file__)}
+        (tmp_path / 'mine.py').write_text((tmp_path / 'mine.py').read_text() + '# edited\n')
+        refuse(compare, ['another version'], *flags)
 
 # ------------------------------------ soak ------------------------------------
 def outcome(function, limit=2**40, seconds=None):
@@ -2661,47 +2963,41 @@ def outcome(function, limit=2**40, seconds=None):
     process.join()
     return process.exitcode, open(out).read()
 
-def last(script, out):
-    return out / script.SCRIPT / (out / script.SCRIPT / 'last').read_text() / 'ckpt.pt'
-
 def soak_kills(script, path, argv, rng, n=20):
+    """Kills at random moments, each followed by --resume."""
     kills, steps = 0, set()
     for seed in itertools.count():
-        flags, part, code = [*argv, '--seed', str(seed)], path / f'part{seed}', None
+        flags, code = [*argv, '--seed', str(seed)], None
         whole = done(script, *flags)
+        part = ['--resume', *flags, '--out-dir', str(path / f'part{seed}')]
         while code != 0:
             wait = rng.uniform(0, 2 * whole['seconds']) if kills < n else None
-            code, err = outcome(lambda: script.main([*flags, '--out-dir', str(part)]), seconds=wait)
+            code, err = outcome(lambda: script.main(part), seconds=wait)
             assert code in (0, -signal.SIGKILL) and err == '', (code, err)
             kills += code != 0
-            steps |= {script.load_checkpoint(p)['progress'][0] for p in part.glob('*/*/ckpt.pt')}
-        whole, part = whole['folder'] / 'ckpt.pt', last(script, part)
-        assert same(*(script.load_checkpoint(p)['model'] for p in (whole, part)))
-        if kills == n:
-            return f'{n} kills, {len(steps)} steps to go on from, weights equal bit for bit'
-
-def soak_saves(script, path, argv, rng, n=50):
-    save = lambda i: script.save_checkpoint(path / 'ckpt.pt', dict(w=torch.full((10**6,), i), i=i))
-    save(0)
-    for _ in range(n):
-        outcome(lambda: [*map(save, itertools.count())], seconds=rng.uniform(0.02, 0.1))
-        saved = script.load_checkpoint(path / 'ckpt.pt')
-        assert (saved['w'] == saved['i']).all()
-    return f'{n} kills while checkpoints are written, no unreadable one'
+            found = [*path.glob(f'part{seed}/{script.SCRIPT}/*/ckpt.pt')]
+            steps |= {load(p)['progress'][0] for p in found}
+        newest = max(found, key=os.path.getmtime)
+        assert same(*(load(p)['model'] for p in (whole['folder'] / 'ckpt.pt', newest)))
+        if kills >= n:
+            return f'{kills} kills, {len(steps)} steps to resume from, weights equal bit for bit'
 
 def soak_full_disk(script, path, argv, rng, n=10):
     with interrupted(script, 50):
         run(script, *argv)
-    file, = [p for p in path.glob('out/*/*/ckpt.pt') if 'teacher' not in p.parent.name]
+    file = max(path.glob(f'out/{script.SCRIPT}/*/ckpt.pt'), key=os.path.getmtime)
     for i in range(n):
-        code, err = outcome(lambda: script.main(argv), limit=file.stat().st_size * i // n)
-        assert (code, err.count('\n'), script.load_checkpoint(file)['progress'][0]) == (2, 1, 50)
+        code, err = outcome(lambda: script.main(['--resume', '--folder', str(file.parent)]),
+                            limit=file.stat().st_size * i // n)
+        assert (code, err.count('\n'), load(file)['progress'][0]) == (2, 1, 50), (code, err)
     return f'{n} full disks, one line each, the older checkpoint intact'
 
 def soak():
-    for script, figure in itertools.product(SCRIPTS, (soak_kills, soak_saves, soak_full_disk)):
+    for script, figure in itertools.product(SCRIPTS, (soak_kills, soak_full_disk)):
         with folder() as path:
             argv = tiny(script, path, *CPU, '--max-iters', 200, '--eval-interval', 5)
+            if script is mask:
+                argv += ['--init', str(mask_teacher(path))]
             print(script.SCRIPT, figure(script, path, argv, np.random.default_rng(0)), flush=True)
 
 # ------------------------------------ runner ------------------------------------

@@ -1,0 +1,462 @@
+r"""Train variants of one script on the same batches and seeds, and tabulate their differences.
+
+    python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
+    python experiments/compare.py attentionx_gpt --table papers --data shakespeare --seeds 11,12,13
+    python experiments/compare.py attentionx_gpt --table papers --sweep learning_rate=2e-3,4e-3 \
+        --tune learning_rate --seeds 0,1,2 --test-seeds 11,12,13  # each at a rate of its own
+    python experiments/compare.py attentionx_gpt --with mine.py --sweep attention=softmax,mine
+    python experiments/compare.py attentionx_gpt --from-csv experiments/runs/gpt-common.csv
+    python experiments/compare.py attentionx_gpt --bench --sweep attention=softmax,belief
+
+All other flags go to the script: --preset t4, --max-iters 1000. Each run is a row of a csv file:
+its settings, its figures, and the version of the script that made it. The same command trains only
+what that file lacks, so it continues where it was stopped. Needs `pip install scipy matplotlib`.
+"""
+import argparse
+import contextlib
+import csv
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import math
+import os
+import platform
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import fields, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+# ------------------------------------ the documents' tables ------------------------------------
+def rows_of(field, names):
+    return {name: {field: name} for name in names.split()}
+
+PAPERS = rows_of('attention', 'softmax attentionx belief belief-star')
+DETR = dict(self_attention='softmax', cross_attention='softmax')
+# Optimizing Attention's problem (2) without our options, as the record has it: 15 iterations leave
+# x far from its solution. The paper also adds random tokens, of which most of these rows have none
+OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15)
+SOLVED = dict(OA, rho=0.01, iterations=60, cross_attention='admm')
+TABLES = {
+    'attentionx_gpt': {
+        'papers': PAPERS,
+        'record': {
+            **rows_of('attention', 'softmax attentionx attentionx-learned belief belief-head '
+                                   'belief-star value-skip'),
+            'attentionx-zd': dict(attention='attentionx', zero_diag=True)},
+        'factor': {  # the same functions, scaled: a larger step, or a better layer?
+            'softmax': dict(attention='softmax'),
+            'attentionx': dict(attention='attentionx'),
+            'attentionx gamma 2': dict(attention='attentionx', gamma=2.0),
+            'attentionx-v1 gamma 1/2': dict(attention='attentionx-v1', gamma=0.5),
+            'attentionx-v1 gamma 1/3': dict(attention='attentionx-v1', gamma=1 / 3),
+            'softmax-scaled gamma 3': dict(attention='softmax-scaled', gamma=3.0)}},
+    'belief_vit': {
+        # AX1 and AX2 Table 1: CIFAR-10 88.15 and 89.41 %, CIFAR-100 61.86 and 64.00 %
+        # BF Table 3: CIFAR-10 88.15, 89.14 and, for belief-star, 88.64 %
+        'papers': PAPERS},
+    'admm_detr': {
+        # what can replace softmax in cross-attention, with our options
+        'cross': {'softmax': DETR,
+                  'no-weights': dict(DETR, cross_attention='no-weights'),
+                  'lasso': dict(DETR, cross_attention='admm'),
+                  'l2': dict(DETR, cross_attention='l2')},
+        # the paper taken at its word: (2) in part and nearly solved; over the values that are
+        # mixed; (4) with its misprints; (1); and in self-attention (SA)
+        'more': {'softmax': DETR,
+                 'Lasso, half solved': dict(DETR, **OA, cross_attention='admm'),
+                 'as printed': dict(DETR, **OA, cross_attention='admm-printed',
+                                    solve_over='value'),
+                 'Lasso of values': dict(DETR, **OA, cross_attention='admm', solve_over='value',
+                                         random_tokens=32),
+                 'l2, no options': dict(DETR, **OA, cross_attention='l2'),
+                 'SA no-weights': dict(DETR, self_attention='no-weights'),
+                 'SA Lasso, half solved': dict(DETR, **OA, self_attention='admm'),
+                 'SA the same, N x N': dict(DETR, **OA, self_attention='admm-vanilla')},
+        'solved': {'softmax': DETR,
+                   'Lasso, solved': {**DETR, **SOLVED},
+                   'Lasso, solved, random': {**DETR, **SOLVED, 'random_tokens': 32}},
+        # OA Table 1: AP 40.6 (300 epochs), 38.5, 36.0, 38.5, 37.7
+        '1': {'DETR': DETR,
+              'no weights SA': dict(DETR, self_attention='no-weights'),
+              'no weights CA': dict(DETR, cross_attention='no-weights'),
+              'ADMM SA': dict(DETR, **OA, self_attention='admm'),
+              'ADMM CA': dict(DETR, **OA, cross_attention='admm')},
+        # OA Table 2: AP 28.0, 38.0, 38.5
+        '2': {'l2 CA': dict(DETR, **OA, cross_attention='l2'),
+              'vanilla ADMM SA': dict(DETR, **OA, self_attention='admm-vanilla'),
+              'efficient ADMM SA': dict(DETR, **OA, self_attention='admm')}},
+    'mask_distill': {
+        'masks': {
+            **rows_of('masks', 'last5 windows window:16+sinks:4 window:32+sinks:4 window:64 '
+                               'window:64+sinks:4'),
+            'last5, alphas': dict(masks='last5', learn='alphas'),
+            'last5, mask only': dict(masks='last5', learn='alphas', max_iters=0),
+            '64+4, alphas': dict(masks='window:64+sinks:4', learn='alphas'),
+            '64+4, mask only': dict(masks='window:64+sinks:4', learn='alphas', max_iters=0)},
+        'l1': {'no L1': dict(masks='first-all', learn='alphas'),
+               'L1': dict(masks='first-all', learn='alphas', l1=0.1),
+               'a tenth of it': dict(masks='first-all', learn='alphas', l1=0.01)}},
+}
+METRIC = {  # a validation figure by which --tune chooses, and which of two is better
+    'attentionx_gpt': ('val_loss', min), 'belief_vit': ('val_acc', max),
+    'admm_detr': ('AP', max), 'mask_distill': ('val_loss', min)}
+RESULTS = {  # figures of a table; differences are of the first
+    'attentionx_gpt': ['val_loss', 'mean_loss'],
+    'belief_vit': ['test_acc', 'best_test_acc', 'mean_loss'],
+    'admm_detr': ['AP', 'AP50', 'AP75', 'APs', 'APm', 'APl'],
+    'mask_distill': ['kl', 'accuracy', 'mse', 'cosine', 'kept', 'perplexity',
+                     'teacher_perplexity']}
+BASELINE = {  # settings of the row that differences are taken from; {}: the first row's
+    'attentionx_gpt': dict(attention='softmax'), 'belief_vit': dict(attention='softmax'),
+    'admm_detr': DETR, 'mask_distill': {}}
+
+# ------------------------------------ cases ------------------------------------
+def flags_of(settings):
+    """{'zero_diag': True, 'gamma': 2} -> ['--zero-diag', '--gamma=2']"""
+    words = []
+    for name, value in settings.items():
+        flag = name.replace('_', '-')
+        if str(value) in ('True', 'False'):
+            words.append(f'--{flag}' if str(value) == 'True' else f'--no-{flag}')
+        else:
+            words.append(f'--{flag}={value}')
+    return words
+
+def cases_of(script, flags, table, sweep):
+    """{name: Config}: rows of a table, every combination of FIELD=A,B, or both crossed."""
+    cases = {'': {}}
+    if table:
+        if table not in TABLES[script.SCRIPT]:
+            script.fail(f'--table {table}: choose from {", ".join(TABLES[script.SCRIPT])}')
+        cases = TABLES[script.SCRIPT][table]
+    for spec in sweep:
+        field, _, values = spec.partition('=')
+        if not values:
+            script.fail(f'--sweep {spec}: give FIELD=A,B')
+        cases = {f'{name} {value}'.strip(): {**settings, field.replace('-', '_'): value}
+                 for name, settings in cases.items() for value in values.split(',')}
+    with contextlib.redirect_stdout(None):  # notes would come once for each case
+        cases = {name: script.parse([*flags, *flags_of(settings)])[1]
+                 for name, settings in cases.items()}
+    if len({repr(settings_of(script, c)) for c in cases.values()}) < len(cases):
+        script.fail('two cases have the same settings: a run cannot be compared with itself')
+    return cases
+
+def number(text):
+    """What a csv says: a number where it is one."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+def settings_of(script, c):
+    """The fields above `device`, as a csv gives them back: what tells one run from another."""
+    names = [f.name for f in fields(c)]
+    values = {name: getattr(c, name) for name in names[:names.index('device')]}
+    values['dtype'] = str(script.pick_device(c)[1])[6:]  # what `auto` means on this machine
+    return {name: number(str(x)) for name, x in values.items() if str(x) not in ('', 'None')}
+
+def settings_in(script, row):
+    """The same of a row that was read."""
+    names = {f.name for f in fields(script.Config)}
+    return {name: x for name, x in row.items() if name in names}
+
+# ------------------------------------ runs ------------------------------------
+def blob(path):
+    """git's name for a file's content: `git log --find-object=NAME` finds it."""
+    text = Path(path).read_bytes()
+    return hashlib.sha1(b'blob %d\0' % len(text) + text).hexdigest()
+
+def load(name, extra):
+    """The script, with the variants that the file `extra` adds to it."""
+    script = importlib.import_module(name)
+    if extra:
+        spec = importlib.util.spec_from_file_location(Path(extra).stem, extra)
+        if not spec or not Path(extra).exists():
+            script.fail(f'--with {extra}: there is no such Python file')
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+    return script
+
+def processor():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if Path('/proc/cpuinfo').exists():  # Linux
+        names = re.findall(r'model name\s*: (.*)', Path('/proc/cpuinfo').read_text())
+        return names[0] if names else platform.machine()
+    return platform.processor() or platform.machine()
+
+def train_one(name, extra, case, c, folder):
+    """Train c -> a row: its settings, versions and results. Its log goes into folder."""
+    script = load(name, extra)
+    metric, better = METRIC[name]
+    row = dict(case=case, **settings_of(script, c), script=script.VERSION)
+    if extra:
+        row['with'] = blob(extra)
+    row.update(torch=torch.__version__, python=platform.python_version(), machine=processor())
+    try:
+        model, log = script.train(c)
+        folder.mkdir(parents=True, exist_ok=True)
+        script.write_log(folder, log)
+        losses = [line['loss'] for line in log if 'loss' in line] or [math.nan]
+        row.update({key: x for key, x in log[-1].items() if '.' not in key},
+                   parameters=script.count(model), mean_loss=sum(losses) / len(losses))
+        if math.isnan(row[metric]):
+            raise FloatingPointError(f'{metric} is nan')
+    except FloatingPointError as error:
+        print(f'{case}, seed {c.seed}: diverged, and counts as worst: {error}')
+        worst = math.inf if better is min else -math.inf
+        row.update(dict.fromkeys([metric, *RESULTS[name]], worst))
+    return row
+
+def read_rows(path):
+    with open(path, newline='', encoding='utf-8') as file:
+        return [{key: text if key in ('case', 'script', 'with') else number(text)
+                 for key, text in row.items() if text} for row in csv.DictReader(file)]
+
+def add_row(path, row):
+    rows = [*(read_rows(path) if path.exists() else []), row]  # another command may have added some
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f'.{os.getpid()}.part')
+    with open(part, 'w', newline='', encoding='utf-8') as file:
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(part, path)
+
+def silence():
+    sys.stdout = open(os.devnull, 'w')
+
+def results(jobs, workers):
+    """Yield each job's row as it finishes, with so many processes at a time."""
+    if workers == 1:
+        yield from itertools.starmap(train_one, jobs)
+        return
+    pool = ProcessPoolExecutor(workers, get_context('spawn'), silence)
+    try:
+        for future in as_completed([pool.submit(train_one, *job) for job in jobs]):
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # of those that have not begun, if one failed
+
+def train_all(script, cases, seeds, role, o):
+    """Train every case with every seed that o.csv lacks -> the rows of all of them."""
+    versions = {'script': script.VERSION, **({'with': blob(o.extra)} if o.extra else {})}
+    rows = read_rows(o.csv) if o.csv.exists() else []
+    if any(row.get(key) != versions.get(key) for row in rows for key in ('script', 'with')):
+        script.fail(f'{o.csv} has rows of another version of {script.SCRIPT}.py, or of --with: '
+                    'name another file with --csv')
+    finished = [settings_in(script, row) for row in rows]
+    todo = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
+    todo = [(case, c) for case, c in todo if settings_of(script, c) not in finished]
+    print(f'{len(cases)} cases, {len(seeds)} seeds: {len(todo)} runs to do; rows go to {o.csv}')
+    jobs, gpus = [], torch.cuda.device_count()
+    for i, (case, c) in enumerate(todo):
+        if gpus > 1:
+            c = replace(c, device=f'cuda:{i % gpus}')
+        name = re.sub(r'[^\w.=-]', '_', f'{case}-s{c.seed}')
+        jobs.append((script.SCRIPT, o.extra, case, c, o.csv.with_suffix('') / name))
+    begin, metric = time.time(), METRIC[script.SCRIPT][0]
+    for i, row in enumerate(results(jobs, o.workers), 1):
+        case = row.pop('case')
+        add_row(o.csv, dict(case=case, role=role, **row))
+        left = (time.time() - begin) / i * (len(jobs) - i) / 60
+        print(f'run {i} of {len(jobs)} done: {case}, seed {row["seed"]:g}: '
+              f'{metric} {row[metric]:.4f}; about {left:.0f} min left\n', flush=True)
+    return rows_of_cases(script, read_rows(o.csv), cases, seeds)
+
+# ------------------------------------ tables ------------------------------------
+def rows_of_cases(script, rows, cases, seeds):
+    """Of all rows those of these cases and seeds, under the names that they have now."""
+    return [dict(row, case=case) for case, c in cases.items() for seed in seeds for row in rows
+            if settings_in(script, row) == settings_of(script, replace(c, seed=seed))]
+
+def choose(script, field, rows):
+    """Of cases that differ only in field, the one with the best mean -> their names, in groups
+    {the best: [(value of field, mean), ...]}."""
+    metric, better = METRIC[script.SCRIPT]
+    groups, best = {}, {}
+    for row in rows:
+        others = {key: x for key, x in settings_in(script, row).items()
+                  if key not in (field, 'seed')}
+        cases = groups.setdefault(repr(sorted(others.items())), {})
+        cases.setdefault(row['case'], []).append(row)
+    print(f'\n{metric} by {field}: mean x number of runs. First column: the best case.\n'
+          '*: best at an end of the range, so a better one may lie beyond')
+    for cases in groups.values():
+        order = sorted(cases, key=lambda case: cases[case][0][field])
+        means = {case: np.mean([row[metric] for row in cases[case]]) for case in order}
+        chosen = better(order, key=means.get)
+        star = ' *' if chosen in (order[0], order[-1]) else ''
+        print(f'{chosen + star:26}' + '   '.join(
+            f'{cases[case][0][field]:g}: {means[case]:.4f} x {len(cases[case])}' for case in order))
+        best[chosen] = [(cases[case][0][field], means[case]) for case in order]
+    return best
+
+def group_by_case(script, rows):
+    """Rows by case, {name: {seed: row}}, the baseline first."""
+    baseline, cases = BASELINE[script.SCRIPT], {}
+    for row in sorted(rows, key=lambda row: any(row.get(key) != x for key, x in baseline.items())):
+        runs = cases.setdefault(row['case'], {})
+        if row['seed'] in runs:
+            script.fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files')
+        runs[row['seed']] = row
+    return cases
+
+@np.errstate(all='ignore')  # a diverged run's figures are infinite
+def tabulate(script, rows, metric=None):
+    """Print a line for each case: mean, difference from the first case paired by seed, the interval
+    that holds at 95 % for all rows together (Bonferroni), and its own p -> a dict for each line."""
+    metric = metric or RESULTS[script.SCRIPT][0]
+    if not rows:
+        script.fail('all of these runs chose, and none judges yet')
+    columns = dict.fromkeys(name for row in rows for name in row)
+    if metric not in columns:
+        script.fail(f'--metric {metric}: choose from {", ".join(columns)}')
+    cases = group_by_case(script, rows)
+    first, *rest = cases.values()
+    tests = max(1, sum(len(runs) > 1 for runs in rest))
+    others = [name for name in (*RESULTS[script.SCRIPT], 'seconds')
+              if name in columns and name != metric]
+    print(f'\n{metric} of {len(first)} seeds. diff: from row 1, paired by seed. +-: at 95 %\n'
+          f'together (Bonferroni, {tests} tested). p: for a row alone. Other columns are means.\n'
+          f'{"":26}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
+          + ''.join(f' {name:>9}' for name in others))
+    table = []
+    for case, runs in cases.items():
+        values = [row[metric] for row in runs.values()]
+        gaps = [row[metric] - first[seed][metric] for seed, row in runs.items() if seed in first]
+        n, half, p = len(gaps), math.nan, math.nan
+        if n > 1 and np.std(gaps) > 1e-9 * abs(np.mean(gaps)):
+            half = stats.sem(gaps) * stats.t.ppf(1 - 0.025 / tests, n - 1)
+            p = stats.ttest_1samp(gaps, 0).pvalue
+        sizes = [row['parameters'] for row in runs.values() if 'parameters' in row]
+        line = dict(case=case, size=sizes[0] / 1e6 if sizes else math.nan, mean=np.mean(values),
+                    sd=np.std(values, ddof=1) if len(values) > 1 else math.nan,
+                    diff=np.mean(gaps) if gaps else math.nan, interval=half, p=p)
+        for name in others:
+            line[name] = np.mean([row.get(name, math.nan) for row in runs.values()])
+        table.append(line)
+        text = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'.format(**line)
+        for name in others:
+            text += f' {line[name]:{max(9, len(name))}.4g}'
+        print(f'{case:26}' + text.replace('+nan', '   -').replace('nan', '  -'))
+    return table
+
+def draw(path, metric, table, best, field):
+    """The differences with their intervals and, where a field was tuned, its values."""
+    from matplotlib.figure import Figure
+    picture = Figure(figsize=(10 if best else 6, 1.5 + 0.35 * len(table)), layout='tight')
+    axes = picture.subplots(1, 2 if best else 1, squeeze=False)[0]
+    for i, line in enumerate(table):
+        half = 0 if math.isnan(line['interval']) else line['interval']
+        axes[0].errorbar(line['diff'], -i, xerr=half, fmt='o', capsize=3)
+    axes[0].axvline(0, color='grey', linewidth=1)
+    axes[0].set(yticks=[-i for i in range(len(table))], yticklabels=[x['case'] for x in table],
+                xlabel=f'difference in {metric}, 95 % together')
+    for chosen, points in best.items():
+        axes[1].plot(*zip(*points), '.-', label=chosen)
+    if best:
+        axes[1].set(xscale='log', xlabel=field)
+        axes[1].legend(fontsize=8)
+    picture.savefig(path)
+    print(f'picture {path}')
+
+# ------------------------------------ bench ------------------------------------
+def bench(script, cases, rounds):
+    """Time a training step of every case in turn, so that noise hits all -> {case: seconds}."""
+    data, ready, times = script.load_data(next(iter(cases.values()))), {}, {}
+    for case, c in cases.items():
+        device, dtype = script.pick_device(c)
+        model = script.make_model(c, data).to(device).train()
+        net = torch.compile(model) if c.compile else model
+        ready[case] = (c, net, device, script.make_optimizer(model, c),
+                       *script.mixed_precision(device, dtype))
+    for step in range(rounds + 2):  # two to warm up
+        for case, (c, net, device, optimizer, autocast, scaler) in ready.items():
+            batches = [script.get_batch(data, c, c.max_iters + step, i, device)
+                       for i in range(c.grad_accum_steps)]
+            clock = time.perf_counter()
+            script.train_step(net, batches, c, optimizer, scaler, autocast)  # ends in .item()
+            times.setdefault(case, []).append(time.perf_counter() - clock)
+    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
+    first = np.array(next(iter(times.values())))
+    for case, seconds in times.items():
+        low, ratio, high = np.percentile((seconds / first)[2:], [25, 50, 75])
+        print(f'{case:26}{1000 * np.median(seconds[2:]):9.1f} ms'
+              f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
+    return times
+
+# ------------------------------------ the command line ------------------------------------
+def parse(argv):
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('script', choices=TABLES)
+    p.add_argument('--sweep', action='append', default=[], help='FIELD=A,B; may be repeated')
+    p.add_argument('--table', help='a name in TABLES')
+    p.add_argument('--with', dest='extra', help='a Python file that adds variants to the script')
+    p.add_argument('--seeds', default='0,1,2')
+    p.add_argument('--tune', default='', help='a field of --sweep to choose for each variant')
+    p.add_argument('--test-seeds', default='', help='with --tune: other seeds, which judge')
+    p.add_argument('--csv', type=Path, help='where rows are kept; default: in out/SCRIPT')
+    p.add_argument('--from-csv', nargs='+', help='tabulate these files, train nothing')
+    p.add_argument('--metric', help='the figure to compare; default: the first of RESULTS')
+    p.add_argument('--workers', type=int, default=1, help='runs at a time, on all GPUs')
+    p.add_argument('--bench', action='store_true', help='time a training step instead')
+    p.add_argument('--rounds', type=int, default=20, help='of --bench')
+    o, flags = p.parse_known_args(argv)
+    o.tune = o.tune.replace('-', '_')
+    o.seeds, o.test_seeds = [[int(word) for word in text.split(',') if word]
+                             for text in (o.seeds, o.test_seeds)]
+    return o, flags
+
+def main(argv=None):
+    o, flags = parse(argv)
+    script, best = load(o.script, o.extra), {}
+    if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
+        script.fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
+                    'chosen a setting would favour it')
+    if o.from_csv:
+        rows = [row for path in o.from_csv for row in read_rows(path)]
+        if o.tune:
+            best = choose(script, o.tune, [r for r in rows if r['role'] == 'choosing'] or rows)
+            rows = [row for row in rows if row['case'] in best]
+        return tabulate(script, [row for row in rows if row['role'] == 'judging'], o.metric)
+
+    if 'teacher' in script.ACTIONS and not any(word.startswith('--init') for word in flags):
+        made = script.main(['teacher', *flags])
+        flags += ['--init', str(made['folder'] / 'best.pt')]
+        print(f'All rows have this teacher. To continue later, add {" ".join(flags[-2:])}\n')
+    cases = cases_of(script, flags, o.table, o.sweep)
+    if o.bench:
+        return bench(script, cases, o.rounds)
+    if o.tune and {f.name: f.type for f in fields(script.Config)}.get(o.tune) not in (int, float):
+        script.fail(f'--tune {o.tune}: a setting that is a number is needed')
+    if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
+        script.fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
+    if not o.csv:
+        made_by = script.VERSION[:8] + (f'-{blob(o.extra)[:8]}' if o.extra else '')
+        o.csv = Path(next(iter(cases.values())).out_dir, o.script, f'compare-{made_by}.csv')
+    rows = train_all(script, cases, o.seeds, 'choosing' if o.test_seeds else 'judging', o)
+    if o.tune:
+        best = choose(script, o.tune, rows)
+        cases = {case: cases[case] for case in best}
+        rows = [row for row in rows if row['case'] in best]
+    if o.test_seeds:
+        rows = train_all(script, cases, o.test_seeds, 'judging', o)
+    table = tabulate(script, rows, o.metric)
+    draw(o.csv.with_suffix('.png'), o.metric or RESULTS[o.script][0], table, best, o.tune)
+    return table
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,86 @@
+r"""Three rows that people argue about, added to attentionx_gpt.py from outside.
+
+    python experiments/compare.py attentionx_gpt --with experiments/variants.py \
+        --sweep attention=softmax,differential,gated,laplacian
+
+    attention       what reaches the output projection                            source
+    differential    (1 - lambda_init) RMSNorm(MH_1 - lambda MH_2)                 arXiv 2410.05258
+    gated           MH * sigmoid(X W_g)                                           arXiv 2505.06708
+    laplacian       V - MH in one half of the heads, MH in the other              arXiv 2602.09297
+
+A row that needs MH and V alone is a function; one with parameters of its own is a subclass of
+CausalSelfAttention. Loading this file adds the rows and does nothing else.
+"""
+import math
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import attentionx_gpt as gpt
+
+class Differential(gpt.CausalSelfAttention):
+    """(softmax(Q_1 K_1^T / sqrt(hs)) - lambda softmax(Q_2 K_2^T / sqrt(hs))) V, normalised.
+
+    T. Ye et al., Differential Transformer, arXiv 2410.05258: the difference cancels the noise that
+    both maps share. Two of softmax's heads become one: the first gives Q_1 and K_1, the second Q_2
+    and K_2, and V is as wide as both (n_head must be even). In every layer
+
+        lambda = exp(a_1 . b_1) - exp(a_2 . b_2) + lambda_init
+        lambda_init = 0.8 - 0.6 exp(-0.3 layer)
+
+    with learned a_1, b_1, a_2, b_2 that all its heads share. RMSNorm runs over a head's channels;
+    [choice] its eps and its learned scale are those of the authors' code.
+    """
+    def __init__(self, c, layer):
+        super().__init__(c, layer)
+        hs = c.n_embd // c.n_head
+        generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} lambda {layer}'.encode()))
+        vectors = torch.empty(4, hs).normal_(0.0, 0.1, generator=generator)
+        self.vectors = nn.Parameter(vectors)  # a_1, b_1, a_2, b_2
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        self.norm = nn.RMSNorm(2 * hs, eps=1e-5)
+
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C)."""
+        c = self.config
+        dropout = c.dropout if self.training else 0.0
+        q, k, v = self.qkv(x, cache)  # (B, nh, T, hs)
+        q1, q2 = q.chunk(2, dim=1)  # (B, nh/2, T, hs)
+        k1, k2 = k.chunk(2, dim=1)
+        v = torch.cat(v.chunk(2, dim=1), dim=3)  # (B, nh/2, T, 2 hs)
+        mh1 = gpt.multi_head(q1, k1, v, c.zero_diag, dropout)  # (B, T, nh/2, 2 hs)
+        mh2 = gpt.multi_head(q2, k2, v, c.zero_diag, dropout)
+        a1, b1, a2, b2 = self.vectors
+        lam = (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + self.lambda_init
+        heads = (1 - self.lambda_init) * self.norm(mh1 - lam * mh2)
+        return self.c_proj(heads.flatten(2))
+
+class Gated(gpt.CausalSelfAttention):
+    """MH * sigmoid(X W_g), entry by entry; X is what the layer's norm passes to attention.
+
+    Z. Qiu et al., Gated Attention for Large Language Models, arXiv 2505.06708. W_g has as many
+    parameters as the output projection.
+    """
+    def __init__(self, c, layer):
+        super().__init__(c, layer)
+        self.c_gate = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W_g
+
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C)."""
+        mh, _ = self.heads(x, cache)  # (B, T, nh, hs)
+        gate = torch.sigmoid(self.c_gate(x))  # (B, T, C)
+        return self.c_proj(mh.flatten(2) * gate)
+
+def laplacian(mh, v, gamma):
+    """V - MH in the first half of the heads, MH in the second.  arXiv 2602.09297
+
+    mh and v (B, T, nh, hs) -> (B, T, nh, hs). AttentionX with gamma 1 beside softmax.
+    """
+    half = mh.size(2) // 2
+    return torch.cat([(v - mh)[:, :, :half], mh[:, :, half:]], dim=2)
+
+gpt.ATTENTION.update(differential=Differential, gated=Gated, laplacian=laplacian)
