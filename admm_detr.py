@@ -683,6 +683,8 @@ def read_photo(path, size=None):
         with Image.open(path) as photo:
             if photo.size != size:
                 photo = ImageOps.exif_transpose(photo)
+            if photo.mode == 'F':
+                raise ValueError('its pixels are floats of no known range')
             if photo.mode.startswith('I'):  # 16-bit greys, which convert would cut off at 255
                 photo = Image.fromarray((np.asarray(photo) // 256).astype(np.uint8))
             photo = photo.convert('RGB')
@@ -706,8 +708,9 @@ def to_tensor(photo, image_size, share=1.0):
     return torch.from_numpy((x - MEAN) / STD)
 
 def as_number(i):
-    """An id, as a number where a file has it as text."""
-    return int(i) if str(i).isdigit() else i
+    """An id, as a whole number where a file has it as '7' or 7.0."""
+    text = str(i).removesuffix('.0')
+    return int(text) if text.isdigit() else i
 
 def are_numbers(values, n):
     """Whether this is a list of n finite numbers."""
@@ -748,6 +751,9 @@ class CocoFolder:
         try:
             content = json.loads(self.path.read_bytes())
             names = {as_number(x['id']): x['name'] for x in content['categories']}
+            for i in names:
+                if type(i) is not int or not 0 <= i < 10 ** 5:
+                    fail(f'{self.path}: the category id {i!r} is no whole number from 0 to 99999')
             # labels are category ids, as in DETR, so some labels belong to no class
             self.classes = [names.get(i, '') for i in range(max(names) + 1)]
             images = {as_number(image['id']): image for image in content['images']}
@@ -778,8 +784,8 @@ class CocoFolder:
             its = f'{self.path}: annotation {annotation.get("id")}: its'
             if i not in images:
                 fail(f'{its} image_id {i!r} is not among the images')
-            if label not in names or type(label) is not int or label < 0:
-                fail(f'{its} category_id {label!r} is no whole number among the categories')
+            if label not in names:
+                fail(f'{its} category_id {label!r} is not among the categories')
             if not are_numbers(annotation.get('bbox'), 4):
                 fail(f'{its} bbox {annotation.get("bbox")!r} is not four numbers')
 
@@ -1068,7 +1074,9 @@ def load_weights(model, path):
     fits = {key: p for key, p in weights.items() if key in own and p.shape == own[key].shape}
     spare = r'attn\.(in|out)_proj|^(class_embed|query_embed)|body\.fc\.|num_batches_tracked$'
     odd = [key for key in weights if key not in fits and not re.search(spare, key)]
-    if odd or not fits:
+    if not weights:
+        fail(f'--init {path} has no tensors')
+    if odd:
         fail(f'--init {path}: the model has no place for {len(odd)} of its tensors, such as '
              f'{", ".join(odd[:3])}: it has another backbone, other layers or sizes')
     model.load_state_dict(fits, strict=False)
@@ -1223,12 +1231,12 @@ def train(c, folder=None, data=None):
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or look at an edited formula')
-        losses.append(loss)
+        losses.append(loss)  # p.grad still holds this step's gradients, clipped
         seconds += time.time() - clock
         done = step + 1
         if done % c.log_interval == 0:
             pace = seconds / done
-            print(f'step {done}/{c.max_iters} ({done / c.max_iters:.0%}), loss {loss:.4f}, '
+            print(f'step {done}/{c.max_iters} ({done / c.max_iters:.0%}), batch loss {loss:.4f}, '
                   f'{1000 * pace:.0f} ms a step, {(c.max_iters - done) * pace / 60:.1f} min left',
                   flush=True)
     return model, log
@@ -1399,6 +1407,8 @@ def load_checkpoint(path, foreign=False):
         saved = torch.load(path, map_location='cpu', weights_only=True)
     except ImportError:
         raise  # no safetensors here
+    except FileNotFoundError:
+        fail(f'there is no file {path}')
     except Exception as error:  # PyTorch raises half a dozen kinds
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
@@ -1441,21 +1451,22 @@ def draw(path, logs, panels):
     """Figures over the steps, a line per log of {label: log}. A panel is (title, name of a figure)
     or (title, name, name of a second one, dashed)."""
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
-    colours = '#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9'.split()  # Okabe and Ito's
+    colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
     picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for axis, (title, *names) in zip(picture.subplots(1, len(panels), squeeze=False)[0], panels):
-        for i, (label, log) in enumerate(logs.items()):
+        for (label, log), colour in zip(logs.items(), colours):
             for name, line in zip(names, ('.-', '.--')):
                 rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
                 axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
-                          color=colours[i % len(colours)], label=label)
+                          color=colour, label=label)
                 label = None  # once in the legend
         axis.set(xlabel='step', title=title)
         axis.grid(alpha=0.3)
-        axis.legend()
+    axis.legend()
     picture.savefig(path)
 
 def new_folder(c, where=SCRIPT):
@@ -1466,7 +1477,6 @@ def new_folder(c, where=SCRIPT):
         folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
         try:
             folder.mkdir(parents=True)
-            Path(folder, 'config.json').write_text(json.dumps(asdict(c), indent=1))
             return folder
         except FileExistsError:
             pass
@@ -1486,7 +1496,10 @@ def load_run(c, name='best.pt'):
         fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])
+    try:
+        model.load_state_dict(saved['model'])
+    except RuntimeError:
+        fail(f'{folder} was trained by another version of {SCRIPT}.py: its weights do not fit')
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):
@@ -1495,11 +1508,16 @@ def train_and_report(c, where=SCRIPT):
         fail('--folder names a run to --resume; a new run finds a name of its own')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
+    if RANK == 0:
+        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1))
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
         print(f'\nstopped; continue with: python {SCRIPT}.py --resume --folder {folder}')
         raise SystemExit(130)
+    finally:
+        if RANK == 0 and not (folder / 'ckpt.pt').exists():
+            shutil.rmtree(folder)  # nothing is lost, and the name is free again
     if RANK == 0:
         print(report(c, model.eval(), log, folder, data))
     return dict(log[-1], log=log, folder=folder)
@@ -1512,7 +1530,7 @@ def parse(argv=None):
         fail(f'{action}: choose from {", ".join(ACTIONS)}')
     p = argparse.ArgumentParser(
         usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0],
+        description=SOURCE.decode().partition('class Config:\n    """')[2].partition('    def ')[0],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')

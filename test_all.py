@@ -54,7 +54,7 @@ import belief_vit as vit
 import mask_distill as mask
 import prepare_data
 if importlib.util.find_spec('scipy'):
-    import compare
+    compare = importlib.import_module('compare')
 
 torch.set_num_threads(1)
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -246,7 +246,7 @@ def test_gpt_vit_formulas():
         close(script.multi_head(q, k, v), script.multi_head(q, k, v, False), 0)
 
 def test_learned_gamma():
-    """It starts at gamma's default, learns, does not decay, and leaves other weights as they are."""
+    """It starts at gamma's default, learns, does not decay, and leaves other weights alone."""
     for script, make, heads in ((gpt, gpt_model, 'n_head'), (vit, vit_model, 'num_heads')):
         plain, net = make(attention='attentionx', gamma=2), make(
             attention='attentionx-learned', gamma=2)
@@ -428,7 +428,8 @@ def test_gpt_sampling():
 def test_gpt_mask_data(tmp_path):
     text = 'naïve\n λ\t"\\x00"' * 2
     (tmp_path / 'a.txt').write_text(text * 10, 'utf-8')
-    (tmp_path / 'crlf.txt').write_bytes(b'\xef\xbb\xbf' + (text * 10).replace('\n', '\r\n').encode())
+    windows = (text * 10).replace('\n', '\r\n').encode('utf-8-sig')
+    (tmp_path / 'crlf.txt').write_bytes(windows)
     for script, name in itertools.product((gpt, mask), ('a.txt', 'crlf.txt')):
         data = script.load_data(script.Config(data=str(tmp_path / name), block_size=16))
         assert bytes(data.train.tolist()) == (text * 9).encode(), (script.SCRIPT, name)
@@ -453,7 +454,8 @@ def test_gpt_mask_tokens(tmp_path):
         path = tmp_path / 'data' / name
         path.mkdir(parents=True)
         for split, content in dict(dict(train=ids, val=ids[:300]), **splits).items():
-            content = content.astype(np.uint16).tobytes() if type(content) is np.ndarray else content
+            if type(content) is np.ndarray:
+                content = content.astype(np.uint16).tobytes()
             (path / f'{split}.bin').write_bytes(content)
         if meta:
             (path / meta[0]).write_bytes(meta[1])
@@ -537,10 +539,12 @@ def test_gpt_init(tmp_path):
     """A checkpoint of nanoGPT to start from, with the prefixes that wrappers add; what does not fit
     is refused; what train says of the result."""
     net = gpt_model(torch.float32, 'cpu', vocab_size=256, attention='softmax', bias=True)
-    state = dict(net.state_dict(), **{'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16)})  # mask
+    state = net.state_dict()
+    state['transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16)  # its mask
     flags = tiny(gpt, tmp_path, '--attention', 'softmax', '--bias', '--max-iters', 0)
     args = dict(n_head=2, n_layer=2)
-    for prefix, container in (('', 'model'), ('module.', 'state_dict'), ('_orig_mod.module.', 'model')):
+    for prefix, container in (('', 'model'), ('module.', 'state_dict'),
+                              ('_orig_mod.module.', 'model')):
         file = {container: {prefix + key: p for key, p in state.items()}, 'model_args': args}
         torch.save(file, tmp_path / 'nano.pt')
         end = run(gpt, *flags, '--init', tmp_path / 'nano.pt')
@@ -1616,16 +1620,16 @@ def write_annotations(path, name, **changes):
 
 @wants('PIL')
 def test_detr_annotations(tmp_path):
-    """No crowds, no empty boxes, cut at the edges, and that is said; ids may be text; a photo may
-    show nothing; every tenth photo of a single split is for evaluation."""
+    """No crowds, no empty boxes, cut at the edges, and that is said; ids may be text or floats; a
+    photo may show nothing; every tenth photo of a single split is for evaluation."""
     end = run(detr, *coco_folder(tmp_path), '--max-iters', 0, '--num-queries', 1)
     assert '2 objects in one, and --num-queries 1 to find them' in end.out, end.out
     said = 'of 4 boxes 1 are cut off at the edge of their photo, and 1 without area are left out'
     assert f'instances_val2017.json: {said}' in end.out, end.out
     c = detr_config(data=str(tmp_path), image_size=60)
-    text = {part: [{key: str(x) if key.endswith('id') else x for key, x in one.items()}
-                   for one in COCO[part]] for part in COCO}
-    for changes in {}, text:
+    typed = lambda kind: {part: [{**one, **{key: kind(one[key]) for key in one if 'id' in key[-2:]}}
+                                 for one in COCO[part]] for part in COCO}
+    for changes in {}, typed(str), typed(float):
         write_annotations(tmp_path, 'train2017', **changes)
         with QUIET:
             train = detr.load_data(c).train
@@ -1657,8 +1661,8 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
             (['annotation 1', 'nan'], first(bbox=[1, 2, math.nan, 4])),
             (['annotation 1', 'outside', '40 x 30'], first(bbox=[41, 2, 3, 4])),
             (['annotation 1', 'image_id 99'], first(image_id=99)),
-            (['annotation 1', 'category_id -1'], first(category_id=-1)),
             (['annotation 2', 'category_id 4'], dict(categories=COCO['categories'][:1])),
+            (['category id -1'], dict(categories=[*COCO['categories'], dict(id=-1, name='no')])),
             (['fractions'], every(4, [0.1, 0.1, 0.2, 0.3])),
             (['corners'], every(12, [9, 9, 39, 29])),
             (['b.png', 'width', '[0, 30]'], dict(images=[dict(image, width=0), other])),
@@ -2070,7 +2074,7 @@ def test_mask_criteria_and_edge_cases():
 
 def test_mask_memory():
     """Eager attention holds its scores and more; blocks need far less. Of the Lasso, all rows."""
-    from experiments import memory
+    memory = importlib.import_module('memory')
     flags = '--n-layer 1 --n-head 4 --n-embd 64 --masks window:64+sinks:4 --device cpu'
     with QUIET, patch.object(memory, 'milliseconds', lambda f: f() or 0):
         found = memory.masks(flags.split())
@@ -2092,6 +2096,8 @@ def test_mask_two_stages(tmp_path):
     file = re.search(r'--init (\S+)', again.out)[1]
     assert again.result['step'] == 30 and file == str(teacher / 'best.pt'), again.out
 
+    short = done(mask, *flags, '--init', file, '--block-size', 9, '--max-iters', 0)['folder']
+    assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
     end = done(mask, *flags, '--init', file)
     losses = [row['val_loss'] for row in end['log']]
     assert losses[-1] < 0.7 * losses[0], losses
@@ -2129,7 +2135,9 @@ def test_mask_mistakes(tmp_path):
         refuse(mask, [f'{flag} {bad}'], *flags, '--' + flag, bad)
 
 def test_mask_report004():
-    """1,000 samples of 512 tokens, 100 epochs, L1."""
+    """1,000 samples of 512 tokens, 100 epochs, L1. A teacher has settings of its own."""
+    has(mask.as_teacher(mask.Config(samples=9)), stage='teacher', max_iters=600,
+        learning_rate=2e-3, warmup_iters=100, samples=0)
     c = mask.Config(**mask.PRESETS['report004'])
     has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
@@ -2402,7 +2410,8 @@ def test_pictures_of_the_texts():
     """A text shows only pictures that figures.py draws, or that stand above their command."""
     made = (HERE / 'experiments/figures.py').read_text('utf-8')
     for text in texts():
-        for name, after in re.findall(r'!\[[^\]]*\]\((?:experiments/)?([\w.]+\.png)\)(.{0,600})', text, re.S):
+        picture = r'!\[[^\]]*\]\((?:experiments/)?([\w.]+\.png)\)(.{0,600})'
+        for name, after in re.findall(picture, text, re.S):
             assert (HERE / 'experiments' / name).exists(), name
             assert name in made or 'python ' in after, name
 
@@ -2439,7 +2448,8 @@ def test_notebook(tmp_path):
     """README's Colab cell in a real kernel: pictures appear, run again it continues, an interrupt
     leaves the kernel alive, a pasted script trains."""
     nbclient, nbformat = map(importlib.import_module, ('nbclient', 'nbformat'))
-    shutil.copytree(HERE, tmp_path / 'attention', ignore=shutil.ignore_patterns('.git', 'out', 'data'))
+    without = shutil.ignore_patterns('.git', 'out', 'data')
+    shutil.copytree(HERE, tmp_path / 'attention', ignore=without)
     (tmp_path / 'text.txt').write_text(TEXT)
     readme = (HERE / 'README.md').read_text('utf-8')
     cell = re.search(r'    from google.colab.*?curves.png.*?\n', readme, re.S)[0]
@@ -2484,12 +2494,14 @@ def test_schedules():
     """Cosine is in the test after this one."""
     c = gpt.Config(schedule='trapezoid', warmup_iters=10, max_iters=110, warmdown_iters=20,
                    learning_rate=1)
-    close([gpt.learning_rate(step, c) for step in (0, 10, 90, 100, 110)], [1 / 11, 1, 1, 0.5, 0], 1e-7)
+    rates = [gpt.learning_rate(step, c) for step in (0, 10, 90, 100, 110)]
+    close(rates, [1 / 11, 1, 1, 0.5, 0], 1e-7)
 
 def test_training_by_hand(tmp_path):
     """Five steps of Adam: accumulation, clipping, decay, warmup and cosine."""
     flags = tiny(gpt, tmp_path, '--grad-accum-steps', 2, '--max-iters', 5, '--grad-clip', 0.5,
-                 '--eval-interval', 1, *CPU, '--bias', '--beta1', 0.8, '--beta2', 0.9, '--weight-decay', 0.3)
+                 '--eval-interval', 1, *CPU, '--bias', '--beta1', 0.8, '--beta2', 0.9,
+                 '--weight-decay', 0.3)
     result = done(gpt, *flags)
     with QUIET:
         _, c = gpt.parse(flags)
@@ -2519,8 +2531,8 @@ def test_dropout_differs_from_step_to_step(tmp_path):
     assert len(set(losses)) == len(losses) == 6, losses
 
 def test_resume_bit_for_bit(tmp_path):
-    """Stopped between two evaluations, then resumed as the last line says: the weights, the log, the
-    best weights and, in float16, the scale of the loss are those of a run that was not stopped."""
+    """Stopped between two evaluations, then resumed as the last line says: weights, log and best
+    weights and, in float16, the scale of the loss are those of a run that was not stopped."""
     for script, dtype in [*((script, 'float32') for script in SCRIPTS), (gpt, 'float16')]:
         flags = tiny(script, tmp_path, '--grad-accum-steps', 2, *CPU, '--dtype', dtype)
         if script is mask:
@@ -2758,8 +2770,9 @@ def test_mistakes(tmp_path):
         flags = tiny(script, tmp_path)
         if script is mask:
             flags += ['--init', str(mask_teacher(tmp_path))]
-        refuse(script, ['no run'], 'sample' if 'sample' in script.ACTIONS else [*script.ACTIONS][-1],
-               *flags, *(['--images', 'a.jpg'] if script in (vit, detr) else []))
+        action = {gpt: ['sample'], vit: ['predict', '--images', 'a.jpg'],
+                  detr: ['detect', '--images', 'a.jpg'], mask: ['sample']}[script]
+        refuse(script, ['no run'], *action, *flags)
         refuse(script, ['--sed'], *flags, '--sed', '3')
         refuse(script, ['trane', 'train, '], 'trane')
         for name, lowest in script.LOWEST.items():
@@ -2796,10 +2809,11 @@ def test_recipes_need_their_data(tmp_path):
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
-        for script, preset, name in ((gpt, 'owt-124m', 'openwebtext'), (vit, 'cifar-paper', 'cifar10'),
-                                     (detr, 'paper', 'coco'), (mask, 'report004', 'wikitext')):
-            if script in SCRIPTS:
-                refuse(script, ['prepare_data.py', name], '--preset', preset, '--max-iters', 2, *CPU)
+        for script, preset, name in (
+                (gpt, 'owt-124m', 'openwebtext'), (vit, 'cifar-paper', 'cifar10'),
+                (detr, 'paper', 'coco'), (mask, 'report004', 'wikitext')):
+            flags = '--preset', preset, '--max-iters', 2, *CPU
+            refuse(script, ['prepare_data.py', name], *flags)
     finally:
         os.chdir(before)
 
@@ -2856,17 +2870,17 @@ def test_compare_at_best(tmp_path):
         assert [row['case'] for row in rows] == ['4e-3 softmax', '1e-3 belief'], rows
         close(rows[0]['mean'], 2.001, 1e-6)
         close(rows[1]['diff'], -0.02, 1e-6)
-        assert 'val_loss of 3 seeds' in out and '16 runs to do' in out and '6 runs to do' in out
+        assert 'val_loss, seeds: 3' in out and '16 runs to do' in out and '6 runs to do' in out
         assert out.count('counts as worst: loss nan') == 2
         assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
         assert len(runs) == 20 and (tmp_path / 'a.png').exists(), len(runs)
         assert done(compare, *tuned) == rows and len(runs) == 20, len(runs)
     tables = out[out.index('\nval_loss by learning_rate'):].splitlines()
-    end = run(compare, 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune', 'learning_rate')
+    again = 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune', 'learning_rate'
+    end = run(compare, *again)
     found = end.out.splitlines()
     assert len(found) > 9 and set(found) <= set(tables), set(found) - set(tables)
-    losses = done(compare, 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune',
-                  'learning_rate', '--metric', 'mean_loss')
+    losses = done(compare, *again, '--metric', 'mean_loss')
     close(losses[1]['diff'], -0.02, 1e-6)
 
 @wants('scipy')
@@ -2877,6 +2891,9 @@ def test_compare_mistakes(tmp_path):
                         (['choose from', 'papers'], ['--table', 'x']),
                         (['same settings'], ['--sweep', 'threads=1,2']),
                         (['--test-seeds'], ['--test-seeds', '1']),
+                        (['0,1,2'], ['--seeds', '0-2']),
+                        (['--seeds'], ['--sweep', 'seed=0,1']),
+                        (['no such file'], ['--from-csv', tmp_path / 'none.csv']),
                         (['--tune', '--sweep'], ['--tune', 'gamma']),
                         (['no such Python file'], ['--with', tmp_path / 'none.py']),
                         (['--attention'], ['--sweep', 'attention=mine'])):
@@ -2898,12 +2915,14 @@ def test_intervals(tmp_path):
     shifts = {'attentionx': (1, 2, 3), 'belief': (1, 1.1, 1.2), 'softmax': (0, 0, 0)}
     patched, _ = fake(lambda c: 2.0 + shifts[c.attention][c.seed] + 10 * c.seed)
     with patched:
-        flags = ['attentionx_gpt', '--sweep', 'attention=' + ','.join(shifts), '--csv', tmp_path / 'a.csv']
+        sweep = 'attention=' + ','.join(shifts)
+        flags = ['attentionx_gpt', '--sweep', sweep, '--csv', tmp_path / 'a.csv']
         rows = done(compare, *flags)
         one = run(compare, *flags, '--seeds', '0')
     assert rows[0]['case'] == 'softmax', rows
     for row, mean, sd in zip(rows[1:], (2, 1.1), (1, 0.1)):
-        close([row['diff'], row['interval']], [mean, 6.205 * sd / 3 ** 0.5], 2e-3)  # t at 1 - .05 / 2
+        half = 6.205 * sd / 3 ** 0.5  # t at 1 - .05 / 2
+        close([row['diff'], row['interval']], [mean, half], 2e-3)
     assert 'nan' not in one.out and '+1.0000       -       -' in one.out, one.out
 
 @wants('scipy')

@@ -36,6 +36,11 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+def fail(message):
+    """Stop with one line on what the user can do about it."""
+    print(f'compare: error: {message}', file=sys.stderr)
+    raise SystemExit(2)
+
 # ------------------------------------ the documents' tables ------------------------------------
 def rows_of(field, names):
     return {name: {field: name} for name in names.split()}
@@ -137,19 +142,19 @@ def cases_of(script, flags, table, sweep):
     cases = {'': {}}
     if table:
         if table not in TABLES[script.SCRIPT]:
-            script.fail(f'--table {table}: choose from {", ".join(TABLES[script.SCRIPT])}')
+            fail(f'--table {table}: choose from {", ".join(TABLES[script.SCRIPT])}')
         cases = TABLES[script.SCRIPT][table]
     for spec in sweep:
         field, _, values = spec.partition('=')
-        if not values:
-            script.fail(f'--sweep {spec}: give FIELD=A,B')
+        if not values or field == 'seed':
+            fail(f'--sweep {spec}: give FIELD=A,B; seeds are --seeds 0,1')
         cases = {f'{name} {value}'.strip(): {**settings, field.replace('-', '_'): value}
                  for name, settings in cases.items() for value in values.split(',')}
     with contextlib.redirect_stdout(None):  # notes would come once for each case
         cases = {name: script.parse([*flags, *flags_of(settings)])[1]
                  for name, settings in cases.items()}
     if len({repr(settings_of(script, c)) for c in cases.values()}) < len(cases):
-        script.fail('two cases have the same settings: a run cannot be compared with itself')
+        fail('two cases have the same settings: a run cannot be compared with itself')
     return cases
 
 def number(text):
@@ -183,7 +188,7 @@ def load(name, extra):
     if extra:
         spec = importlib.util.spec_from_file_location(Path(extra).stem, extra)
         if not spec or not Path(extra).exists():
-            script.fail(f'--with {extra}: there is no such Python file')
+            fail(f'--with {extra}: there is no such Python file')
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
     return script
@@ -224,8 +229,7 @@ def read_rows(path):
         return [{key: text if key in ('case', 'script', 'with') else number(text)
                  for key, text in row.items() if text} for row in csv.DictReader(file)]
 
-def add_row(path, row):
-    rows = [*(read_rows(path) if path.exists() else []), row]  # another command may have added some
+def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f'.{os.getpid()}.part')
     with open(part, 'w', newline='', encoding='utf-8') as file:
@@ -254,11 +258,16 @@ def train_all(script, cases, seeds, role, o):
     versions = {'script': script.VERSION, **({'with': blob(o.extra)} if o.extra else {})}
     rows = read_rows(o.csv) if o.csv.exists() else []
     if any(row.get(key) != versions.get(key) for row in rows for key in ('script', 'with')):
-        script.fail(f'{o.csv} has rows of another version of {script.SCRIPT}.py, or of --with: '
+        fail(f'{o.csv} has rows of another version of {script.SCRIPT}.py, or of --with: '
                     'name another file with --csv')
+    wanted = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
+    settings = [settings_of(script, c) for _, c in wanted]
+    for row in rows:  # a run that judged may choose now
+        if settings_in(script, row) in settings and row['role'] != role:
+            row['role'] = role
+            write_rows(o.csv, rows)
     finished = [settings_in(script, row) for row in rows]
-    todo = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
-    todo = [(case, c) for case, c in todo if settings_of(script, c) not in finished]
+    todo = [job for job, own in zip(wanted, settings) if own not in finished]
     print(f'{len(cases)} cases, {len(seeds)} seeds: {len(todo)} runs to do; rows go to {o.csv}')
     jobs, gpus = [], torch.cuda.device_count()
     for i, (case, c) in enumerate(todo):
@@ -269,7 +278,8 @@ def train_all(script, cases, seeds, role, o):
     begin, metric = time.time(), METRIC[script.SCRIPT][0]
     for i, row in enumerate(results(jobs, o.workers), 1):
         case = row.pop('case')
-        add_row(o.csv, dict(case=case, role=role, **row))
+        rows = read_rows(o.csv) if o.csv.exists() else []  # another command may have added some
+        write_rows(o.csv, [*rows, dict(case=case, role=role, **row)])
         left = (time.time() - begin) / i * (len(jobs) - i) / 60
         print(f'run {i} of {len(jobs)} done: {case}, seed {row["seed"]:g}: '
               f'{metric} {row[metric]:.4f}; about {left:.0f} min left\n', flush=True)
@@ -291,7 +301,7 @@ def choose(script, field, rows):
                   if key not in (field, 'seed')}
         cases = groups.setdefault(repr(sorted(others.items())), {})
         cases.setdefault(row['case'], []).append(row)
-    print(f'\n{metric} by {field}: mean x number of runs. First column: the best case.\n'
+    print(f'\n{metric} by {field}: mean x number of runs. The best case is named on the left.\n'
           '*: best at an end of the range, so a better one may lie beyond')
     for cases in groups.values():
         order = sorted(cases, key=lambda case: cases[case][0][field])
@@ -309,7 +319,7 @@ def group_by_case(script, rows):
     for row in sorted(rows, key=lambda row: any(row.get(key) != x for key, x in baseline.items())):
         runs = cases.setdefault(row['case'], {})
         if row['seed'] in runs:
-            script.fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files')
+            fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files')
         runs[row['seed']] = row
     return cases
 
@@ -319,17 +329,18 @@ def tabulate(script, rows, metric=None):
     that holds at 95 % for all rows together (Bonferroni), and its own p -> a dict for each line."""
     metric = metric or RESULTS[script.SCRIPT][0]
     if not rows:
-        script.fail('all of these runs chose, and none judges yet')
+        fail('all of these runs chose, and none judges yet')
     columns = dict.fromkeys(name for row in rows for name in row)
     if metric not in columns:
-        script.fail(f'--metric {metric}: choose from {", ".join(columns)}')
+        fail(f'--metric {metric}: choose from {", ".join(columns)}')
     cases = group_by_case(script, rows)
     first, *rest = cases.values()
     tests = max(1, sum(len(runs) > 1 for runs in rest))
     others = [name for name in (*RESULTS[script.SCRIPT], 'seconds')
               if name in columns and name != metric]
-    print(f'\n{metric} of {len(first)} seeds. diff: from row 1, paired by seed. +-: at 95 %\n'
-          f'together (Bonferroni, {tests} tested). p: for a row alone. Other columns are means.\n'
+    print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, paired by seed. +-: 95 % interval '
+          f'for all\nrows together (Bonferroni, {tests} tested). p: each row on its own. '
+          'The rest are means.\n'
           f'{"":26}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
           + ''.join(f' {name:>9}' for name in others))
     table = []
@@ -401,6 +412,7 @@ def bench(script, cases, rounds):
 def parse(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.error = fail
     p.add_argument('script', choices=TABLES)
     p.add_argument('--sweep', action='append', default=[], help='FIELD=A,B; may be repeated')
     p.add_argument('--table', help='a name in TABLES')
@@ -416,7 +428,13 @@ def parse(argv):
     p.add_argument('--rounds', type=int, default=20, help='of --bench')
     o, flags = p.parse_known_args(argv)
     o.tune = o.tune.replace('-', '_')
-    o.seeds, o.test_seeds = [[int(word) for word in text.split(',') if word]
+    for text in (o.seeds, o.test_seeds):
+        if not re.fullmatch(r'(\d+(,\d+)*)?', text):
+            fail(f'seeds {text}: give whole numbers with commas, such as 0,1,2')
+    for path in o.from_csv or ():
+        if not Path(path).exists():
+            fail(f'--from-csv {path}: there is no such file')
+    o.seeds, o.test_seeds = [sorted({int(word) for word in text.split(',') if word})
                              for text in (o.seeds, o.test_seeds)]
     return o, flags
 
@@ -424,7 +442,7 @@ def main(argv=None):
     o, flags = parse(argv)
     script, best = load(o.script, o.extra), {}
     if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
-        script.fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
+        fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
                     'chosen a setting would favour it')
     if o.from_csv:
         rows = [row for path in o.from_csv for row in read_rows(path)]
@@ -441,9 +459,9 @@ def main(argv=None):
     if o.bench:
         return bench(script, cases, o.rounds)
     if o.tune and {f.name: f.type for f in fields(script.Config)}.get(o.tune) not in (int, float):
-        script.fail(f'--tune {o.tune}: a setting that is a number is needed')
+        fail(f'--tune {o.tune}: a setting that is a number is needed')
     if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
-        script.fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
+        fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if not o.csv:
         made_by = script.VERSION[:8] + (f'-{blob(o.extra)[:8]}' if o.extra else '')
         o.csv = Path(next(iter(cases.values())).out_dir, o.script, f'compare-{made_by}.csv')
@@ -459,4 +477,8 @@ def main(argv=None):
     return table
 
 if __name__ == '__main__':
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print('\nstopped; the same command continues')
+        sys.exit(130)
