@@ -4,10 +4,10 @@
 # ///
 """DETR whose decoder attends by solving a Lasso: sparse reconstruction instead of softmax.
 
-Attention mixes values with coefficients softmax(QK^T). Here a query's coefficients x are instead
-those that rebuild it from few tokens: min ||q - x^T K||^2 + lambda ||x||_1, with no weights at all.
-The equations printed in the paper do not solve this problem. Textbook ADMM does: it converges, is
-differentiable and costs O(N) for N tokens, with one d x d Cholesky factor per head.
+Attention mixes values with coefficients softmax(QK^T). Here, with no weights at all, they are the x
+that rebuilds a query from few tokens: min ||q - x^T K||^2 + lambda ||x||_1. The equations printed
+in the paper do not solve this problem. Textbook ADMM does: it converges, is differentiable and
+costs O(N) for N tokens, with one d x d Cholesky factor per head.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
          Research), Optimizing Attention; what it calls V is K here
@@ -33,16 +33,15 @@ differentiable and costs O(N) for N tokens, with one d x d Cholesky factor per h
     python experiments/compare.py admm_detr --table 1  # the paper's tables: 1 and 2
 
 The first ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one seed). Over
-12 seeds the mean AP is 0.619, and with softmax 0.696. The default solves (2) made easier, [choice]
-with a ridge term, x >= 0, centred tokens and x^3 for x^5, and four iterations solve it. As OA has
-(2), 15 iterations do not: x is still 40 % from its optimum (see the preset `OA`).
+12 seeds the mean AP is 0.619, and with softmax 0.696. [choice] By default (2) is made easier, by a
+ridge term, x >= 0, centred tokens and x^3 for x^5, and four iterations solve it. They do not solve
+(2) as OA has it: 15 of them leave x 40 % from the optimum (see the settings named `OA`).
 
-What OA leaves open: [choice] x is solved for over tokens with positions (DETR's keys) and mixes
-those without (its values); the same for both (--solve-over value) nearly gives back the query. No
-output projection (--out-proj), no dropout of x; heads without weights are slices of the channels.
-Model and state-dict keys are facebookresearch/detr's. [choice] marks where OA is silent,
-[deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four scripts
-share the rest.
+[choice] The x that rebuilds a query from DETR's keys, tokens with positions, mixes DETR's values,
+tokens without. Solving over the values (--solve-over value) nearly gives back the query. There is
+no output projection (--out-proj), and no dropout of x. Heads without weights are slices of the
+channels. Model and state-dict keys are facebookresearch/detr's. [choice] marks where OA is silent,
+[deviation] where we differ on purpose. Stop at the banner `runs`: all four scripts share the rest.
 """
 import argparse
 import copy
@@ -124,11 +123,10 @@ def lasso(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6,
           positive=False, vanilla=False):
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
-    -> x (B, nh, Q, N), >= 0 if `positive`, as close to the argmin as `iterations` come. Tokens that
-    are zero get 0, and with is_self so does the query itself. [deviation] That is zeroed in z, not
-    in x as OA has it, because then it is (3b) under the constraint x_ii = 0, and ADMM still
-    converges. [choice] OA does not over-relax. `vanilla` takes the N x N inverse, which gives the
-    same x up to rounding.  [OA Eq. 3]
+    -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0, and with is_self so does the
+    query itself. [deviation] OA zeroes that in x, we in z, because then (3b) obeys the constraint
+    x_ii = 0 and ADMM still converges. [choice] OA does not over-relax. `vanilla` takes the N x N
+    inverse, which gives the same x up to rounding.  [OA Eq. 3]
     """
     penalty, rho, e = scales(q, k, is_self, sparsity, rho, ridge, positive)
     t = penalty / (2 * rho)  # (B, nh, Q, 1)
@@ -158,7 +156,7 @@ def as_published(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, van
     """Equations (3) or (4) to the letter -> x (B, nh, Q, N). They do not solve the Lasso.
 
     The sign of mu in (3b) contradicts (3c), so past the threshold the state about doubles in every
-    iteration; the fixed point of (3) is ridge regression, whatever lambda is; (4) has D^1/2 where
+    iteration. The fixed point of (3) is ridge regression, whatever lambda is. (4) has D^1/2 where
     the spectrum is D, and omits the complement of V's range.  [OA Eq. 3] [OA Eq. 4]
 
     Likely misprints: with z - mu for x - z in (3a) and x^(k+1) + mu for x^(k) - mu in (3b), (3) is
@@ -197,20 +195,17 @@ def sharpen(x, power=5):
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # 1 or more, but in rows that fade
 
 def dictionary(k, padding, centre=False, random_tokens=0):
-    """The tokens to solve over: padding zeroed, so it gets no weight; minus their mean if `centre`;
-    then random tokens from N(0, 1), the same every time.  [OA Sec. 3]
+    """The tokens to solve over: padding zeroed, so that it gets no weight; if `centre`, less their
+    mean; then random ones from N(0, 1), the same every time.  [OA Sec. 3]
 
-    [deviation] OA's attention reaches padding (its Fig. 1); here not, because DETR's does not.
-    [deviation] OA mixes in the random tokens' values; here what they take is lost, because what is
-    mixed is DETR's values, and random tokens are keys alone.
+    [deviation] Padding gets weight in OA's Fig. 1; not here, because it gets none in DETR.
+    [deviation] Random tokens have values in OA; not here, because only DETR's values are mixed.
     """
     hidden = padding[:, None, :, None]  # (B, 1, N, 1)
     k = k.masked_fill(hidden, 0)
     if centre:
         mean = k.sum(2, keepdim=True) / (~hidden).sum(2, keepdim=True)
         k = (k - mean).masked_fill(hidden, 0)
-    if not random_tokens:
-        return k
     extra = seeded(torch.randn, 0, random_tokens, k.size(-1)).to(k)  # (n, hs)
     return torch.cat([k, extra.expand(*k.shape[:2], -1, -1)], dim=2)  # (B, nh, N + n, hs)
 
@@ -249,7 +244,7 @@ ATTENTION = {  # (q, k, padding (B, N), is_self, config) -> coefficients x (B, n
     'admm-printed': admm_as_published,
     'admm-vanilla-printed': functools.partial(admm_as_published, vanilla=True),  # [OA Eq. 3]
 }
-PROJECTED = {'softmax'}  # rows with W_q, W_k, W_v and an output projection: name yours too
+PROJECTED = {'softmax'}  # rows with W_q, W_k, W_v and an output projection: add yours
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -279,8 +274,8 @@ class Config:
     dim_feedforward: int = 128     # hidden channels of the feed-forward networks
     dropout: float = 0.0
     num_queries: int = 12          # object queries, several times the most objects
-    num_classes: int = 0           # as many as the data has
-    classes: list = ()             # their names; the data know them
+    num_classes: int = 0           # from the data
+    classes: list = ()             # their names, from the data
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
     # losses; matching uses the same weights
     bbox_loss_coef: float = 5.0    # of the L1 distance
@@ -334,10 +329,9 @@ DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0,
                 threads=0)
-# OA's problem (2) without our options, for its tables and recipe; Config's defaults learn more.
-# [choice] 15 iterations end far from the optimum: on the tokens of an untrained model x is off by
-# 40 % of its length and ||q - x^T K||^2 + lambda ||x||_1 by 3 %; 1000 iterations get x within 1 %.
-# [choice] 32 random tokens, the remedy of [OA Sec. 3]: as many as a head of detr-r50 has channels
+# (2) as OA has it, for its tables and recipe. [choice] 15 iterations: on the tokens of an untrained
+# model x is off by 40 % of its length, and the sum in (2) by 3 %; 1000 get x within 1 %.
+# [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
 OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15,
           random_tokens=32)
 PRESETS = {
@@ -346,9 +340,9 @@ PRESETS = {
     # 1 GiB of memory an image
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
-    # OA: 4 GPUs with 8 images each and "original" rates; since it states no epochs, DETR's own
-    # 300, of 3696 steps, the last 100 at a tenth of the rate. An image takes 3 GiB, or 5 where wide
-    # and tall ones meet: on a T4 add --batch-size 2 --grad-accum-steps 16
+    # OA: 4 GPUs with 8 images each, "original" rates. [choice] DETR's 300 epochs of 3696 steps, the
+    # last 100 at a tenth of the rate. An image takes 3 GiB, or 5 where wide and tall ones meet: on
+    # a T4 add --batch-size 2 --grad-accum-steps 16
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pth', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
@@ -398,9 +392,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
 
 class ResNet50(nn.Sequential):
-    """torchvision's keys; 32 pixels per token. As in DETR, its first layers never learn."""
-    channels = 2048
-
+    """With torchvision's keys; 32 pixels per token. As in DETR, its first layers never learn."""
     def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
@@ -414,13 +406,12 @@ class ResNet50(nn.Sequential):
                 stage.append(Bottleneck(inside, width, stride=2 if i > 1 and j == 0 else 1))
                 inside = 4 * width
             self.add_module(f'layer{i}', stage)
+        self.channels = inside  # 2048
         self.conv1.requires_grad_(False)
         self.layer1.requires_grad_(False)
 
 class SmallBackbone(nn.Sequential):
     """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
-    channels = 96
-
     def __init__(self, stride):
         super().__init__()
         inside, width = 3, 32
@@ -431,6 +422,7 @@ class SmallBackbone(nn.Sequential):
             self.append(nn.ReLU())
             inside, width = width, min(96, width + 32)
             stride //= 2
+        self.channels = inside  # 96
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's.
@@ -447,7 +439,7 @@ def sine_positions(padding, channels):
     return torch.cat(parts, -1).flatten(1, 2)
 
 class MultiheadAttention(nn.Module):
-    """nn.MultiheadAttention's parameters if PROJECTED; else none, or out_proj alone."""
+    """Has nn.MultiheadAttention's parameters if PROJECTED, else none, or out_proj alone."""
     def __init__(self, c, kind, is_self=False):
         super().__init__()
         C = c.hidden_dim
@@ -531,7 +523,7 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 class DETR(nn.Module):
-    """facebookresearch/detr, with its state-dict keys; config.num_classes without no-object."""
+    """facebookresearch/detr, with its state-dict keys. num_classes does not count no-object."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -622,7 +614,7 @@ SHAPES = {  # name -> which points (x, y) of its box, 0 to 1, are inside: it sho
 }
 
 def overlap(a, b):
-    """Whether two boxes share at least 15 % of the smaller one."""
+    """False only if two boxes share less than 15 % of the smaller one."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
     width = max(0, (aw + bw) / 2 - abs(ax - bx))
     height = max(0, (ah + bh) / 2 - abs(ay - by))
@@ -673,8 +665,8 @@ class Shapes:
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
 def read_photo(path, size=None):
-    """Pillow's RGB image, upright as its EXIF says or, given the (width, height) that boxes were
-    drawn for, turned only where that makes it fit: COCO's own boxes ignore EXIF."""
+    """-> Pillow's RGB image, turned upright as its EXIF says; but not if it has the size (width,
+    height) that its boxes were drawn for already, since COCO's boxes ignore EXIF."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -691,19 +683,18 @@ def read_photo(path, size=None):
     except Exception as error:  # Pillow raises half a dozen kinds
         raise OSError(f'cannot read {path} as a photo: {error}')
     if size and photo.size != size:
-        found, wanted = ['{} x {}'.format(*pair) for pair in (photo.size, size)]
-        raise OSError(f'{path} has {found} pixels, but its annotations are for {wanted}')
+        raise OSError(f'{path} has width and height {photo.size}, in its annotations {size}')
     return photo
 
 def to_tensor(photo, image_size, share=1.0):
-    """Pillow's image -> (3, H, W), normalised: its shorter side is this share of image_size, or
-    less where the longer would exceed 5/3 of image_size (DETR's 1333 for 800)."""
+    """Pillow's image -> (3, H, W), normalised. The shorter side becomes this share of image_size,
+    or less where the longer would exceed 5/3 of image_size, as DETR's 1333 for 800."""
     w, h = photo.size
     short, long = min(w, h), max(w, h)
-    most = 5 * image_size // 3 * short / long
-    side = max(1, round(min(round(image_size * share), most)))
-    long = int(side * long / short)
-    photo = photo.resize((side, long) if w < h else (long, side), 2)  # 2: bilinear
+    largest = 5 * image_size // 3 * short / long
+    side = max(1, round(min(round(image_size * share), largest)))
+    other = int(side * long / short)
+    photo = photo.resize((side, other) if w < h else (other, side), 2)  # 2: bilinear
     x = np.asarray(photo, np.float32).transpose(2, 0, 1) / 255
     return torch.from_numpy((x - MEAN) / STD)
 
@@ -712,39 +703,13 @@ def as_number(i):
     text = str(i).removesuffix('.0')
     return int(text) if text.isdigit() else i
 
-def are_numbers(values, n):
-    """Whether this is a list of n finite numbers."""
-    return (type(values) is list and len(values) == n and {*map(type, values)} <= {int, float}
-            and math.isfinite(sum(values)))
-
-def relative_boxes(path, annotations, images):
-    """Boxes of all annotations, from left, top, width, height in pixels: (n, 4), centre and size as
-    fractions of their images, cut off at the edges."""
-    boxes = np.array([annotation['bbox'] for annotation in annotations], float).reshape(-1, 4)
-    of = [images[annotation['image_id']] for annotation in annotations]
-    size = np.array([(image['width'], image['height']) for image in of]).reshape(-1, 2)
-    low, high = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]  # left, top; right, bottom
-    if len(boxes) and boxes.max() <= 1:
-        fail(f'{path}: no box exceeds one pixel: wanted are pixels, not fractions')
-    outside = ((low > size) | (high < 0)).any(1)
-    if outside.any():
-        one, (width, height) = annotations[outside.argmax()], size[outside][0]
-        fail(f'{path}: annotation {one.get("id")}: its bbox {one["bbox"]} is outside its photo of '
-             f'{width} x {height} pixels')
-    beyond = ((low < -1) | (high > size + 1)).any(1).sum()
-    if beyond > max(10, len(boxes) / 2):
-        fail(f'{path}: {beyond} of {len(boxes)} boxes reach beyond their photos: wanted are left, '
-             'top, width, height, not two corners')
-    low, high = (low / size).clip(0, 1), (high / size).clip(0, 1)
-    empty = (low >= high).any(1).sum()
-    if beyond or empty:
-        print(f'note    {path}: of {len(boxes)} boxes {beyond} are cut off at the edge of their '
-              f'photo, and {empty} without area are left out')
-    return np.concatenate([(low + high) / 2, high - low], 1)
+def are_numbers(x, n):
+    return type(x) is list and len(x) == n and all(type(v) in (int, float) and v == v for v in x)
 
 class CocoFolder:
     """Photos and their annotations; row i is the i-th image by id. Each image has `annotations` as
-    COCO's AP wants them, and `objects` to learn, (label, box): no crowds, nothing without area."""
+    COCO's AP wants them, and `objects` to learn, (label, box), box as in a target: no crowds and
+    nothing without area."""
     def __init__(self, folder, name, image_size):
         self.path = folder / 'annotations' / f'instances_{name}.json'
         self.photos, self.image_size = folder / name, image_size
@@ -758,36 +723,51 @@ class CocoFolder:
             self.classes = [names.get(i, '') for i in range(max(names) + 1)]
             images = {as_number(image['id']): image for image in content['images']}
             self.images = [images[i] for i in sorted(images)]
-            self.check(content['annotations'], images, names)
+            for i, image in images.items():
+                size = [image.get('width'), image.get('height')]
+                if not are_numbers(size, 2) or min(size) <= 0:
+                    fail(f'{self.path}: {image["file_name"]} has the width and height {size}')
+                image.update(id=i, annotations=[], objects=[])
+                if not (self.photos / image['file_name']).exists():
+                    fail(f'{self.photos} has no {image["file_name"]}')
+            self.add_annotations(content['annotations'], images, names)
         except (OSError, KeyError, TypeError, ValueError) as error:
             fail(f"{self.path} is no file of annotations in COCO's form: {error!r:.200}")
-        boxes = relative_boxes(self.path, content['annotations'], images)
-        for annotation, box in zip(content['annotations'], boxes.tolist()):
-            image = images[annotation['image_id']]
-            image['annotations'].append(annotation)
-            if min(box[2:]) > 0 and not annotation.get('iscrowd'):
-                image['objects'].append((annotation['category_id'], box))
 
-    def check(self, annotations, images, names):
-        """Refuse what cannot be used, by name."""
-        lost = [x['file_name'] for x in self.images if not (self.photos / x['file_name']).exists()]
-        if lost:
-            fail(f'{self.photos} lacks {len(lost)} of {len(images)} photos, such as {lost[0]}')
-        for i, image in images.items():
-            size = [image.get('width'), image.get('height')]
-            if not are_numbers(size, 2) or min(size) <= 0:
-                fail(f'{self.path}: {image["file_name"]} has the width and height {size}')
-            image.update(id=i, annotations=[], objects=[])
+    def add_annotations(self, annotations, images, names):
+        """Hand each annotation to its image; refuse those that cannot be used."""
+        beyond = empty = largest = 0
         for annotation in annotations:
             i = annotation['image_id'] = as_number(annotation['image_id'])
             label = annotation['category_id'] = as_number(annotation['category_id'])
+            bbox = annotation.get('bbox')
             its = f'{self.path}: annotation {annotation.get("id")}: its'
-            if i not in images:
-                fail(f'{its} image_id {i!r} is not among the images')
-            if label not in names:
-                fail(f'{its} category_id {label!r} is not among the categories')
-            if not are_numbers(annotation.get('bbox'), 4):
-                fail(f'{its} bbox {annotation.get("bbox")!r} is not four numbers')
+            if i not in images or label not in names:
+                fail(f'{its} image_id {i!r} or category_id {label!r} is unknown')
+            if not are_numbers(bbox, 4):
+                fail(f'{its} bbox {bbox!r} is not four numbers')
+            image, (x, y, w, h) = images[i], bbox
+            W, H = image['width'], image['height']
+            if x > W or y > H or x + w < 0 or y + h < 0:
+                fail(f'{its} bbox {bbox} is outside its photo of {W} x {H} pixels')
+            beyond += x < -1 or y < -1 or x + w > W + 1 or y + h > H + 1
+            largest = max(largest, x, y, w, h)
+            left, right = [min(max(v / W, 0), 1) for v in (x, x + w)]  # cut off at the edges
+            top, bottom = [min(max(v / H, 0), 1) for v in (y, y + h)]
+            box = [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]
+            image['annotations'].append(annotation)
+            if left >= right or top >= bottom:
+                empty += 1
+            elif not annotation.get('iscrowd'):
+                image['objects'].append((label, box))
+        if annotations and largest <= 1:
+            fail(f'{self.path}: no box exceeds one pixel: boxes must be in pixels, not fractions')
+        if beyond > max(10, len(annotations) / 2):
+            fail(f'{self.path}: {beyond} of {len(annotations)} boxes reach beyond their photos: '
+                 'they must be left, top, width, height, not two corners')
+        if beyond or empty:
+            print(f'note    {self.path}: of {len(annotations)} boxes {beyond} are cut off at the '
+                  f'edge of their photo, and {empty} without area are left out')
 
     def __len__(self):
         return len(self.images)
@@ -814,9 +794,8 @@ class CocoFolder:
                            image_id=info['id'], orig_size=size[::-1])
 
 def load_data(c):
-    """c.data -> train and val: Shapes, or CocoFolder of a folder like COCO's, that is, train2017/
-    and val2017/ with photos and annotations/instances_train2017.json, ... Of a single split every
-    tenth photo is for evaluation."""
+    """-> train and val: Shapes, or CocoFolders of a folder with photos in train2017/ and val2017/
+    and annotations/instances_train2017.json, ... Of a single split every tenth photo is val."""
     if c.data == 'builtin':
         return SimpleNamespace(
             train=Shapes(10 ** 6, c.image_size), val=Shapes(200, c.image_size),
@@ -840,10 +819,8 @@ def load_data(c):
             fail(f'{split.path} has no object in the photos that are used')
         split[0, None]  # a first look at a photo
     most = max(len(image['objects']) for image in train.images + val.images)
-    classes = len(train.classes) - train.classes.count('')
-    about = f'{folder}, {len(train):,} photos of {classes} classes, {len(val):,} held out'
-    if most > c.num_queries:
-        about += f'; up to {most} objects in one, and --num-queries {c.num_queries} to find them'
+    about = (f'{folder}, {len(train):,} photos, {len(val):,} held out; up to {most} objects in '
+             f'one, to be found by --num-queries {c.num_queries}')
     return SimpleNamespace(train=train, val=val, about=about)
 
 # --------------------------- matching, losses, average precision ---------------------------
@@ -920,8 +897,8 @@ def match_batch(logits, boxes, labels, true_boxes, counts, c):
     return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
 def normalisers(counts, c, device):
-    """What the losses of images with so many objects are divided by: the sum of class weights
-    (object 1, no-object eos_coef) and num_boxes, averaged over the processes."""
+    """What the losses are divided by, from each image's count of objects: the sum of class weights
+    (object 1, no-object eos_coef) and num_boxes, both averaged over the processes."""
     matched = sum(min(n, c.num_queries) for n in counts)
     others = len(counts) * c.num_queries - matched
     sums = torch.tensor([matched + c.eos_coef * others, sum(counts)], dtype=torch.float64)
@@ -955,8 +932,8 @@ def set_loss(outputs, targets, c):
 
 @torch.no_grad()
 def post_process(outputs, targets):
-    """What every query finds, in COCO's json form: its likeliest class but for no-object, and its
-    box (left, top, width, height) in pixels of the original."""
+    """What every query finds, in COCO's json form: its likeliest class other than no-object, and
+    its box (left, top, width, height) in pixels of the original."""
     scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)  # (B, Q)
     boxes = corners(outputs['pred_boxes'])  # (B, Q, 4)
     found = []
@@ -965,9 +942,8 @@ def post_process(outputs, targets):
         pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
         parts = scores[i].tolist(), labels[i].tolist(), pixels.tolist()
         for score, label, (x0, y0, x1, y1) in zip(*parts):
-            box = [x0, y0, x1 - x0, y1 - y0]
-            found.append(dict(image_id=target['image_id'], category_id=label,
-                              score=score, bbox=box))
+            found.append(dict(image_id=target['image_id'], category_id=label, score=score,
+                              bbox=[x0, y0, x1 - x0, y1 - y0]))
     return found
 
 IOUS = np.linspace(0.5, 0.95, 10)  # a box is right if it has this IoU with an object
@@ -977,34 +953,34 @@ AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]  # of all
 def coco_ap(ground_truth, detections):
     """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
 
-    ground_truth: annotations (image_id, category_id, bbox, area, iscrowd); detections: (image_id,
-    category_id, bbox, score). Boxes are x, y, width, height in pixels. Same as pycocotools, which
-    however gives -1 for nan and never matches annotation id 0.
+    ground_truth: {annotations: [{image_id, category_id, bbox, area, iscrowd}]}; detections:
+    [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. pycocotools
+    gives the same, but -1 for nan, and never matches annotation id 0.
     """
-    notes = ground_truth['annotations']
-    categories = sorted({note['category_id'] for note in notes})
-    truth = defaultdict(list)  # the annotations of a category in an image
-    for i, note in enumerate(notes):
-        truth[note['category_id'], note['image_id']].append(i)
+    truth = ground_truth['annotations']
+    categories = sorted({true['category_id'] for true in truth})
+    of_place = defaultdict(list)  # indices of a category's annotations in an image
+    for i, true in enumerate(truth):
+        of_place[true['category_id'], true['image_id']].append(i)
     found = defaultdict(list)  # of each category, the surest first: rank in its image, area, IoUs
     ranks = defaultdict(int)
     for x in sorted(detections, key=lambda x: (-x['score'], x['image_id'])):
         place = x['category_id'], x['image_id']
         if ranks[place] < 100:
-            ious = {i: iou(x, notes[i]) for i in truth[place]}
+            ious = {i: iou(x, truth[i]) for i in of_place[place]}
             found[x['category_id']].append((ranks[place], x['bbox'][2] * x['bbox'][3], ious))
         ranks[place] += 1
 
-    areas = [note.get('area', note['bbox'][2] * note['bbox'][3]) for note in notes]
-    crowds = [bool(note.get('iscrowd')) for note in notes]
+    areas = [true.get('area', true['bbox'][2] * true['bbox'][3]) for true in truth]
+    crowds = [bool(true.get('iscrowd')) for true in truth]
     precision = np.full((4, 10, len(categories)), np.nan)  # (areas, IoUs, K)
     recall = np.full((3, 4, 10, len(categories)), np.nan)  # (detections per image, ...)
     for a, (low, high) in enumerate(AREAS):
-        counts = [low <= area <= high and not crowd for area, crowd in zip(areas, crowds)]
+        scored = [low <= area <= high and not crowd for area, crowd in zip(areas, crowds)]
         for k, category in enumerate(categories):
-            wanted = sum(n for n, note in zip(counts, notes) if note['category_id'] == category)
+            wanted = sum(n for n, true in zip(scored, truth) if true['category_id'] == category)
             for t, threshold in enumerate(IOUS if wanted else []):
-                rank, right = right_or_wrong(found[category], counts, crowds, threshold, low, high)
+                rank, right = right_or_wrong(found[category], scored, crowds, threshold, low, high)
                 precision[a, t, k] = average_precision(right, wanted)
                 for m, most in enumerate((1, 10, 100)):
                     recall[m, a, t, k] = right[rank < most].sum() / wanted
@@ -1017,8 +993,8 @@ def coco_ap(ground_truth, detections):
     return figures
 
 def average_precision(right, wanted):
-    """Detections, the surest first, True where right, and how many there are to find -> the mean
-    of the precision at 101 recalls, 0 to 1."""
+    """right: detections, the surest first, True where right; wanted: how many objects there are
+    -> the mean precision at 101 recalls from 0 to 1."""
     hits = right.cumsum()
     precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))
     precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
@@ -1026,7 +1002,7 @@ def average_precision(right, wanted):
     return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 def iou(found, true):
-    """Of two boxes; where the second is a crowd, the share of the first that is in it."""
+    """IoU of two boxes or, where the second is a crowd, the share of the first inside it."""
     x, y, w, h = found['bbox']
     X, Y, W, H = true['bbox']
     width = max(0, min(x + w, X + W) - max(x, X))
@@ -1035,16 +1011,16 @@ def iou(found, true):
     union = w * h if true.get('iscrowd') else w * h + W * H - both
     return both / max(union, 1e-99)
 
-def right_or_wrong(found, counts, crowds, threshold, low, high):
-    """Detections of one category, the surest first -> of those that count: their ranks, and whether
-    each is right, that is, has an annotation for itself."""
+def right_or_wrong(found, scored, crowds, threshold, low, high):
+    """Detections of one category, the surest first -> of those that count, their ranks and whether
+    each is right: whether it has an annotation to itself."""
     taken, verdicts = set(), []
     for rank, area, ious in found:
         fits = [i for i, share in ious.items() if share >= threshold and i not in taken]
         it_counts = low <= area <= high
         if fits:  # annotations that count come first, then the highest IoU, then the last one
-            best = max(fits, key=lambda i: (counts[i], ious[i], i))
-            it_counts = counts[best]
+            best = max(fits, key=lambda i: (scored[i], ious[i], i))
+            it_counts = scored[best]
             if not crowds[best]:  # a crowd is there for many
                 taken.add(best)
         if it_counts:
@@ -1062,8 +1038,8 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """Start from a checkpoint of this script, of DETR or of torchvision's ResNet-50. What replaces
-    its attention stays fresh, as do outputs for other classes, and another number of queries."""
+    """Start from a checkpoint of this script, of DETR or of torchvision's ResNet-50. Attention of
+    another kind, outputs for other classes and another number of queries stay fresh."""
     if not Path(path).exists():
         fail(f'--init {path}: no such file; python prepare_data.py detr-r50, or resnet50, makes '
              'those of the presets')
@@ -1074,8 +1050,6 @@ def load_weights(model, path):
     fits = {key: p for key, p in weights.items() if key in own and p.shape == own[key].shape}
     spare = r'attn\.(in|out)_proj|^(class_embed|query_embed)|body\.fc\.|num_batches_tracked$'
     odd = [key for key in weights if key not in fits and not re.search(spare, key)]
-    if not weights:
-        fail(f'--init {path} has no tensors')
     if odd:
         fail(f'--init {path}: the model has no place for {len(odd)} of its tensors, such as '
              f'{", ".join(odd[:3])}: it has another backbone, other layers or sizes')
@@ -1093,8 +1067,8 @@ def make_optimizer(model, c):
 READERS = ThreadPoolExecutor()
 
 def load_batch(dataset, keys, device):
-    """-> images (B, 3, H, W), zeros at right and bottom where they differ in size; mask (B, H, W),
-    True there, or None where they do not; targets."""
+    """-> images (B, 3, H, W), with zeros at right and bottom where they differ in size; mask
+    (B, H, W), True on these zeros, None where there are none; targets."""
     # photos are decoded side by side; drawing in threads is slower
     read = READERS.map if isinstance(dataset, CocoFolder) else map
     images, targets = zip(*read(dataset.__getitem__, keys))
@@ -1140,14 +1114,14 @@ def evaluate(model, data, c, device):
         images, mask, targets = load_batch(data.val, keys, device)
         outputs = model(images, mask)
         loss += len(targets) / n * set_loss(outputs, targets, c).item()
-        truth += [annotation for target in targets for annotation in target['annotations']]
+        for target in targets:
+            truth += target['annotations']
         found += post_process(outputs, targets)
     figures = coco_ap(dict(annotations=truth), found)
     return dict(val_loss=loss, **{name: figures[name] for name in PRECISIONS})
 
 def learning_rate(step, c, ratio=1.0):
-    """The rate of a step, counted from 0: it rises linearly, then falls. ratio: of the backbone's
-    rate to that of all others."""
+    """The rate of a step, counted from 0: it rises linearly, then falls. ratio scales it all."""
     left = c.max_iters - step
     if step < c.warmup_iters:
         factor = (step + 1) / (c.warmup_iters + 1)  # as in nanoGPT
@@ -1244,16 +1218,15 @@ def train(c, folder=None, data=None):
 # ------------------------------------ report, detect ------------------------------------
 @torch.no_grad()
 def find(model, image, target, threshold):
-    """What a model finds in an image (3, H, W), the surest first (see post_process); and, (H, W),
-    at most 1, where the surest of all queries looks in the last decoder layer.  [OA Fig. 1]"""
+    """-> what a model finds in an image (3, H, W), the surest first (see post_process), and a map
+    (H, W), 0 to 1, of where the surest query looks in the last decoder layer.  [OA Fig. 1]"""
     images = image[None].to(model.query_embed.weight.device)  # (1, 3, H, W)
     attn = model.transformer.decoder['layers'][-1].multihead_attn
     calls = []
     hook = attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
     found = post_process(model(images), [target])  # of each query
     hook.remove()
-    q, k, v, padding = calls[0]
-    x, _ = attn.coefficients(*attn.heads(q, k, v), padding)  # (1, nh, Q, N)
+    x, _ = attn.coefficients(*attn.heads(*calls[0][:3]))  # (1, nh, Q, N)
     surest = np.argmax([one['score'] for one in found])
     light = x[:, :, surest].abs().mean(1)  # (1, N): the mean of the heads
     _, _, _, grid = model.encode(images)
@@ -1290,16 +1263,16 @@ def draw_found(path, examples, answers, classes):
     picture.savefig(path)
 
 def chance(targets):
-    """A baseline: what an image scores with the boxes of another one."""
+    """A baseline: the AP of answering with the objects of the next image."""
     truth, guesses = [], []
     for target, other in zip(targets, targets[1:] + targets[:1]):
-        for annotation in target['annotations']:
-            truth.append(annotation)
-            guesses.append(dict(annotation, image_id=other['image_id'], score=1.0))
+        truth += target['annotations']
+        guesses += [dict(annotation, image_id=other['image_id'], score=1.0)
+                    for annotation in target['annotations']]
     return coco_ap(dict(annotations=truth), guesses)
 
 def report(c, model, log, folder, data):
-    """The result beside a baseline, as text; and pictures of the run and of what it finds."""
+    """-> the result beside a baseline, as text. Draws the run and what its model finds."""
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss', 'loss'), ('validation loss', 'val_loss'),
         ('AP, dashed: AP50', 'AP', 'AP50')])

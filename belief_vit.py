@@ -5,8 +5,8 @@
 """A ViT whose attention passes on a belief: BeliefFormer and AttentionX beside plain softmax.
 
 Attention tells a patch of an image what the others say: MH = softmax(QK^T / sqrt(d)) V, a weighted
-sum of values. BeliefFormer passes on only the part of MH that is orthogonal to the patch's own V,
-what the patch did not know yet. AttentionX passes on V minus MH. (Why: see attentionx_gpt.py.)
+sum of values. BeliefFormer passes on only the part of MH that is orthogonal to the patch's own V:
+what the patch did not know yet. AttentionX passes on V - MH. (attentionx_gpt.py explains why.)
 
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
@@ -25,9 +25,6 @@ what the patch did not know yet. AttentionX passes on V minus MH. (Why: see atte
     [BF Eq. 11]     ||Delta|| <= ||MH||, and both after W^o (Fig. 3)     diagnose
     [BF Sec. 5.3]   SET-Adam at 1e-4, betas 0.9 and 0.999, eps 1e-18     SETAdam, cifar-paper
 
-AttentionX's first version at gamma computes the same functions as its revision at 1 / gamma, since
-W^o can absorb the factor between them. They do not train alike: the factor scales the update.
-
     python belief_vit.py                           # train: two minutes on a CPU, no network
     python belief_vit.py --attention softmax       # the baseline, on the same batches
     python belief_vit.py --resume                  # continue the last run
@@ -35,13 +32,13 @@ W^o can absorb the factor between them. They do not train alike: the factor scal
     python belief_vit.py --preset imagenet-paper   # DeiT-small, images growing from 32 to 224
     python experiments/compare.py belief_vit --table papers --preset cifar-paper  # AX Table 1
 
-The first gets 96.4 % of the test images right (95.5 % on another CPU), a linear model of the same
-pixels 26.2 % (563 steps, 154,030 parameters, one seed). [choice] marks where a paper is silent,
+The first command gets 96.4% of the test images right (95.5% on another CPU), a linear model of the
+same pixels 26.2% (563 steps, 154,030 parameters, one seed). [choice] marks where a paper is silent,
 [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four scripts
 share the rest.
 
-vit-small is the model of vision-transformers-cifar10, deit-small timm's, and deit-small-local that
-of efficient-vit-training. [deviation] We leave out the latter's EMA, repeated augmentation, random
+The model vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-local from
+efficient-vit-training. [deviation] We leave out the latter's EMA, repeated augmentation, random
 erasing, RandAugment of photos and unused parameters, and we do train its position embeddings.
 """
 import argparse
@@ -116,7 +113,7 @@ def default_gamma(c):
     return 3.0  # [choice] AX2's value for a GPT
 
 # ------------------------------------ configuration ------------------------------------
-MODELS = {  # what fields of Config left at None default to
+MODELS = {  # the values of those fields of Config that are left at None
     'tiny': dict(image_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=4, head_size=16,
                  mlp_dim=128, dropout=0.0, zero_diag=True),
     'vit-small': dict(image_size=32, patch_size=4, embed_dim=512, depth=6, num_heads=8,
@@ -144,17 +141,17 @@ class Config:
     mlp_dim: int = None            # hidden channels of the feed-forward network
     dropout: float = None
     drop_path: float = 0.0         # chance to drop a branch: 0 in the first block, this in the last
-    num_classes: int = 0           # as many as the data has
+    num_classes: int = 0           # from the data
     classes: list = ()             # their names, from the data
     init: str = ''                 # file with weights to start from: a checkpoint of DeiT, say
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
     flip: bool = True              # mirror half of the images in training
-    randaugment: str = 'none'      # none, paper or fixed: for small images, besides crop and flip
+    randaugment: str = 'none'      # none, paper or fixed; for arrays, not for photos
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread over all classes
-    first_size: int = 0            # side of the first images, which grow; 0: image_size
+    first_size: int = 0            # side of the first images, which then grow; 0: image_size
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
@@ -194,7 +191,7 @@ class Config:
             fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
 
     @property
-    def shifted(self):  # shifted patch embedding, and a learned softmax temperature
+    def shifted(self):  # has shifted patch embedding and a learned softmax temperature
         return self.model in ('tiny', 'vit-small')
 
     @property
@@ -205,15 +202,14 @@ PRESETS = {
     'tiny': {},
     't4': dict(model='vit-small', data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=512, learning_rate=5e-4, warmup_iters=200, eval_interval=200, threads=0),
-    # The papers name a repository and SET-Adam's settings, and BF 400 epochs. The rest is as there,
-    # [deviation] but a tenth of the images is for validation, since the test set may not choose.
+    # The papers take the repository's settings, except for SET-Adam and BF's 400 epochs.
+    # [deviation] We validate on a tenth of the training images, not on the test set.
     'cifar-paper': dict(model='vit-small', data='cifar10', randaugment='paper',
-                        max_iters=35157,  # 400 epochs of 45,000 images
-                        batch_size=512, optimizer='set-adam', learning_rate=1e-4,
-                        warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
-    # BF names the repository and the model.
+                        optimizer='set-adam', learning_rate=1e-4, max_iters=35157,  # 400 epochs
+                        batch_size=512, warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
+    # BF takes model and settings from the repository that it names.
     'imagenet-paper': dict(model='deit-small-local', data='imagenet', batch_size=64,
-                           max_iters=5945415,  # 300 epochs; the repo's best run stopped at 24 hours
+                           max_iters=5945415,  # 300 epochs
                            learning_rate=1.25e-4, min_lr_ratio=0.08, warmup_iters=0, grad_clip=0.0,
                            drop_path=0.1, mix=True, label_smoothing=0.1, first_size=32,
                            val_fraction=0.01, eval_interval=10000, threads=0),
@@ -221,10 +217,9 @@ PRESETS = {
 LOWEST = {**dict.fromkeys(('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads',
                            'head_size', 'mlp_dim', 'batch_size', 'grad_accum_steps',
                            'eval_interval', 'log_interval'), 1),
-          **dict.fromkeys(('dropout', 'drop_path', 'num_classes', 'val_fraction',
-                           'label_smoothing', 'first_size', 'seed', 'max_iters', 'learning_rate',
-                           'min_lr_ratio', 'warmup_iters', 'weight_decay', 'grad_clip',
-                           'eval_rows', 'threads'), 0)}
+          **dict.fromkeys(('dropout', 'drop_path', 'val_fraction', 'label_smoothing', 'first_size',
+                           'seed', 'max_iters', 'learning_rate', 'min_lr_ratio', 'warmup_iters',
+                           'weight_decay', 'grad_clip', 'eval_rows', 'threads'), 0)}
 HIGHEST = dict(dropout=1, drop_path=0.99, val_fraction=1, label_smoothing=1, min_lr_ratio=1)
 CHOICES = {
     'attention': ATTENTION, 'model': MODELS, 'randaugment': ('none', 'paper', 'fixed'),
@@ -262,22 +257,21 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.config = c
-        self.gamma = default_gamma(c)  # for one of yours per head register a buffer (nh, 1)
-        if c.attention == 'attentionx-learned':  # one per head; only weights decay
-            self.gamma = nn.Parameter(torch.full((c.num_heads, 1), self.gamma))
+        gamma = default_gamma(c)
+        if c.attention == 'attentionx-learned':  # one per head, without weight decay
+            gamma = nn.Parameter(torch.full((c.num_heads, 1), gamma))
+        self.gamma = gamma  # (yours, by head: self.register_buffer('gamma', TENSOR (nh, 1)))
         width = c.num_heads * c.head_size
         self.qkv = nn.Linear(c.embed_dim, 3 * width, bias=c.model == 'deit-small')
         self.proj = nn.Linear(width, c.embed_dim)  # W^o
         if c.attention == 'belief-star':
-            # [choice] W^s has no bias, as W^o has one, and starts as W^o does
-            self.proj_s = nn.Linear(width, c.embed_dim, bias=False)
+            self.proj_s = nn.Linear(width, c.embed_dim, bias=False)  # W^s  [choice] no bias
         if c.shifted:
             self.temperature = nn.Parameter(torch.tensor(math.log(c.head_size ** -0.5)))
         self.drop = nn.Dropout(c.dropout)
 
     def heads(self, x):
-        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs).
-        (A variant that needs Q or K takes them from here.)"""
+        """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs)."""
         c = self.config
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
         if c.shifted:  # a learned scale; the kernel's own, 1 / sqrt(hs), is undone
@@ -305,7 +299,7 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 class LocalMlp(nn.Module):
-    """LocalViT's: a depthwise 3x3 convolution mixes neighbours; other tokens get nothing."""
+    """LocalViT's: a depthwise 3x3 convolution mixes neighbours; the class token gets 0."""
     def __init__(self, c):
         super().__init__()
         self.fc1 = nn.Linear(c.embed_dim, c.mlp_dim, bias=False)
@@ -313,7 +307,7 @@ class LocalMlp(nn.Module):
         self.fc2 = nn.Linear(c.mlp_dim, c.embed_dim, bias=False)
 
     def forward(self, x, grid):
-        others = x.size(1) - math.prod(grid)  # 1: the class token; patches are the last ones
+        others = x.size(1) - math.prod(grid)  # 1: the class token, which comes first
         x = F.hardswish(self.fc1(x[:, others:])).mT.unflatten(2, grid)  # (B, D, h, w)
         x = F.hardswish(self.conv(x)).flatten(2).mT  # (B, h w, D)
         return F.pad(self.fc2(x), (0, 0, others, 0))  # (B, 1 + h w, C)
@@ -350,13 +344,6 @@ def resize_positions(pos, grid):
     patches = F.interpolate(patches, grid, mode='bicubic').flatten(2).mT  # (1, h w, C)
     return torch.cat([others, patches], dim=1)
 
-INIT = {  # how tokens, matrices and biases start, as in each model's repository
-    'tiny': ('normal', 'uniform', 'uniform'),
-    'vit-small': ('normal', 'uniform', 'uniform'),
-    'deit-small': ('small', 'small', 'zero'),
-    'deit-small-local': ('xavier', 'xavier', 'uniform'),
-}
-
 class ViT(nn.Module):
     """The model that config.model names, with timm's state-dict keys."""
     def __init__(self, config):
@@ -376,30 +363,25 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from a generator of its own: what two variants share starts out equal."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
+        """Initialise p as its model's repository does. The random numbers depend on seed and name
+        alone, so that what two variants share starts out equal."""
+        c = self.config
+        rng = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         layer = self.get_submodule(name.rpartition('.')[0])
-        tokens, matrices, biases = INIT[self.config.model]
-        if name in ('pos_embed', 'cls_token'):
-            start = tokens
-        elif isinstance(layer, nn.Linear):
-            start = biases if name.endswith('bias') else matrices
-        elif isinstance(layer, nn.Conv2d):
-            start = 'uniform'
-        else:
-            return  # norms, and what you may add, keep the values they were made with
-        if start == 'normal':
-            p.normal_(generator=generator)
-        elif start == 'small':
-            nn.init.trunc_normal_(p, std=0.02, generator=generator)
-        elif start == 'uniform':  # PyTorch's own, by how many inputs a unit has
-            bound = layer.weight[0].numel() ** -0.5
-            p.uniform_(-bound, bound, generator=generator)
-        elif start == 'xavier':
-            for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v apart
-                nn.init.xavier_normal_(part, generator=generator)
-        else:
+        token, linear = name in ('pos_embed', 'cls_token'), isinstance(layer, nn.Linear)
+        if c.shifted and token:
+            p.normal_(generator=rng)
+        elif c.model == 'deit-small' and linear and name.endswith('bias'):
             p.zero_()
+        elif c.model == 'deit-small' and (token or linear):
+            nn.init.trunc_normal_(p, std=0.02, generator=rng)
+        elif c.model == 'deit-small-local' and (token or linear and name.endswith('weight')):
+            for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v apart
+                nn.init.xavier_normal_(part, generator=rng)
+        elif linear or isinstance(layer, nn.Conv2d):  # as PyTorch: by how many inputs a unit has
+            bound = layer.weight[0].numel() ** -0.5
+            p.uniform_(-bound, bound, generator=rng)
+        # norms, and what you may add, keep the values they were made with
 
     def embed(self, images):
         """Images (B, 3, H, W), of any size in whole patches -> tokens (B, 1 + h w, C), (h, w)."""
@@ -422,7 +404,7 @@ class SETAdam(torch.optim.Optimizer):
     With Adam's moments m and v of a tensor of d entries, in step t:
         c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one dominates
         w = sqrt(c v / (1 - beta2^t) + eps)     below Adam's root, so steps are larger
-        theta -= lr / (1 - beta1^t) m / (w - tau min w)          tau = 0.5 may be its source's
+        theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
     A tensor is one PyTorch parameter, so packing q, k and v differently changes the optimiser.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
@@ -451,8 +433,7 @@ class SETAdam(torch.optim.Optimizer):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
-    hence the final 1."""
+    """A generator for each purpose. (The last 1: to NumPy, seeds [7] and [7, 0] are equal.)"""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its size
@@ -470,7 +451,7 @@ SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its 
 }
 
 def draw_shapes(n, seed):
-    """n drawings -> images (n, 3, 32, 32) uint8, labels (n,). Place, size, angle, colours, light
+    """Draw n images (n, 3, 32, 32) uint8, and their labels (n,). Place, size, angle, colours, light
     and noise are random, so that only many pixels together reveal a shape."""
     rng = stream('shapes', seed)
     images = np.empty((n, 3, 32, 32), np.uint8)
@@ -497,18 +478,15 @@ def load_arrays(path):
     """An .npz file -> images (N, 3, H, W) uint8, labels (N,) int64."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            images, labels = file['images'], file['labels']
+            images, labels = file['images'], file['labels'].squeeze()  # (N, 1) is as good as (N,)
     except Exception as error:  # numpy and zipfile raise half a dozen kinds
         fail(f'{path} needs arrays `images` and `labels`: {str(error)[:150]}')
     if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.uint8 or not len(images):
         fail(f'{path}: images must be bytes (N, 3, H, W), not {images.dtype} {images.shape}')
-    if labels.shape == (len(images), 1):
-        labels = labels[:, 0]
-    if labels.shape != (len(images),) or labels.dtype.kind not in 'biuf':
+    if labels.shape != (len(images),) or labels.dtype.kind not in 'biu':
         fail(f'{path}: labels must be {len(images)} integers, not {labels.dtype} {labels.shape}')
-    wrong = labels[~((labels >= 0) & (labels % 1 == 0))]  # nan, too
-    if len(wrong):
-        fail(f'{path}: labels must be integers from 0 on, and {len(wrong)} are not: {wrong[0]} ...')
+    if labels.min() < 0:
+        fail(f'{path}: labels must count from 0, and one is {labels.min()}')
     return images, labels.astype(np.int64)
 
 def pillow():
@@ -522,26 +500,22 @@ def pillow():
 def list_photos(root):
     """Photos in root/CLASS/* -> paths (N,), names of their classes (N,)."""
     endings = pillow().Image.registered_extensions()
-    folders = sorted(path for path in root.iterdir() if path.is_dir())
     paths, names, others = [], [], 0
-    for folder in folders:
-        for path in sorted(folder.rglob('*')):
-            parts = path.relative_to(root).parts  # CLASS, perhaps further folders, name
-            hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
-            if path.suffix.lower() in endings and not hidden:
-                paths.append(str(path))
-                names.append(folder.name)
-            elif path.is_file():
-                others += 1
-    empty = len(folders) - len(set(names))
-    if others or empty:
-        print(f'note    {root}: files left out, hidden or no photos: {others}; folders without '
-              f'photos: {empty}')
+    for path in sorted(root.glob('*/**/*')):
+        parts = path.relative_to(root).parts  # CLASS, perhaps further folders, file
+        hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
+        if path.suffix.lower() in endings and not hidden:
+            paths.append(str(path))
+            names.append(parts[0])
+        elif path.is_file():
+            others += 1
+    if others:
+        print(f'note    {root}: left out {others} files that are hidden or are not photos')
     return np.array(paths), np.array(names)
 
 def load_folder(folder):
-    """train.npz, perhaps test.npz and meta.json; or photos in CLASS/*; or in train/CLASS/* and, as
-    the test set, val/CLASS/* (as in ImageNet) or test/CLASS/* -> train, test or None, classes."""
+    """train.npz, perhaps with test.npz and meta.json; or photos in CLASS/*; or in train/CLASS/*
+    and, to test, val/CLASS/* or test/CLASS/* -> train, test or None, names of classes."""
     test, meta = None, folder / 'meta.json'
     if (folder / 'train.npz').exists():
         train = load_arrays(folder / 'train.npz')
@@ -549,10 +523,7 @@ def load_folder(folder):
             test = load_arrays(folder / 'test.npz')
         classes = [str(i) for i in range(train[1].max() + 1)]
         if meta.exists():
-            try:
-                classes = json.loads(meta.read_text('utf-8'))['classes']
-            except (ValueError, KeyError, TypeError):
-                fail(f'{meta} needs {{"classes": [a name for each label]}}')
+            classes = json.loads(meta.read_text('utf-8'))['classes']
         return train, test, classes
     root = folder / 'train' if (folder / 'train').is_dir() else folder
     paths, names = list_photos(root)
@@ -561,26 +532,26 @@ def load_folder(folder):
         fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
     held_out = folder / 'val' if (folder / 'val').is_dir() else folder / 'test'
     if root != folder and held_out.is_dir():
-        print(f'note    the test set is {held_out}')
         test_paths, test_names = list_photos(held_out)
         unknown = sorted(set(test_names) - set(classes))
         if unknown or not len(test_names):
             fail(f'{held_out} needs the class folders of {root}, but has '
                  + (', '.join(unknown[:5]) or 'no photos in any'))
         test = test_paths, np.searchsorted(classes, test_names)
+        print(f'note    the test set is {held_out}')
     return (paths, labels), test, classes.tolist()
 
 def load_data(c):
-    """-> train, val and test, each images, bytes (N, 3, H, W) or paths of photos (N,), and labels
-    (N,) int64; names of classes."""
+    """train, val and test, each a pair of images and labels (N,) int64, and the names of classes.
+    Images are bytes (N, 3, H, W) or paths of photos (N,)."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
     elif folder.is_dir():
         train, test, classes = load_folder(folder)
     else:
-        fail(f'--data {c.data}: no such folder, nor {folder}. `python prepare_data.py {c.data}` '
-             'makes that (without a name: a list); photos: FOLDER/CLASS/*.jpg')
+        fail(f'--data {c.data}: no such folder of photos (CLASS/*.jpg), and no folder {folder}; '
+             f'`python prepare_data.py {c.data}` makes one; without a name it lists what there is')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
@@ -592,11 +563,9 @@ def load_data(c):
     highest = max(labels.max(), test[1].max())
     if highest >= len(classes):
         fail(f'--data {c.data}: label {highest} has no name: there are {len(classes)} classes')
-    present = set(labels.tolist())
-    missing = [name for i, name in enumerate(classes) if i not in present]
+    missing = [classes[i] for i in np.setdiff1d(range(len(classes)), labels)]
     if missing:
-        print(f'note    no images for {len(missing)} of {len(classes)} classes: '
-              f'{", ".join(missing[:5])}')
+        print(f'note    {len(missing)} of {len(classes)} classes have no images: {missing[0]} ...')
     return SimpleNamespace(train=(images[rest], labels[rest]), val=(images[val], labels[val]),
                            test=test, classes=classes)
 
@@ -610,15 +579,15 @@ COLOURS = {  # mean and standard deviation of red, green and blue, as in the rep
 }
 
 def read_photo(path, size, draws=None):
-    """A photo -> (3, size, size) uint8: its centre, as in ImageNet evaluation, or, given four
-    random numbers, a crop of 8 to 100 % of its area, aspect 3:4 to 4:3."""
+    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, with four
+    random numbers, a crop of 8 to 100% of its area whose aspect is 3:4 to 4:3."""
     PIL = pillow()
     try:
         with PIL.Image.open(str(path)) as file:
             image = PIL.ImageOps.exif_transpose(file)
             if image.mode == 'F':
                 raise ValueError('its pixels are floats of no known range')
-            if image.mode.startswith('I'):  # 16-bit greys: convert would cut them off at 255
+            if image.mode.startswith('I'):  # 16-bit greys, which convert would cut off at 255
                 image = PIL.Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             image = image.convert('RGB')
     except Exception as error:  # Pillow raises half a dozen kinds
@@ -636,13 +605,13 @@ def read_photo(path, size, draws=None):
     return np.asarray(image).transpose(2, 0, 1)
 
 def mean_and_std(c, device):
-    """Of a colour's bytes: (3, 1, 1) each."""
+    """Mean and standard deviation of each colour's bytes, (3, 1, 1)."""
     colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
     return 255 * colours[:, :, None, None]
 
 def normalise(images, size, c, device='cpu'):
-    """Bytes (B, 3, H, W), or paths (B,) of photos, which are centre-cropped -> float32
-    (B, 3, size, size), mean about 0 and sd about 1."""
+    """Bytes (B, 3, H, W), or paths (B,) of photos, of which it takes the centre -> float32
+    (B, 3, size, size) of mean about 0 and standard deviation about 1."""
     if images.ndim == 1:
         images = np.stack(list(THREADS.map(lambda path: read_photo(path, size), images)))
     if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.uint8:
@@ -653,59 +622,60 @@ def normalise(images, size, c, device='cpu'):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
-def randaugment(x, draws, policy):
-    """Two operations at strength 14 of 30 on an image, bytes (3, H, W)."""
+def randaugment(image, draws, policy):
+    """One of 16 operations on a Pillow image, at strength 14 of 30."""
     PIL = pillow()
     ops, enhance = PIL.ImageOps, PIL.ImageEnhance
-    _, height, width = x.shape
+    operation, sign, at_y, at_x = draws
+    width, height = image.size
     strength = 14 / 30
-    side = 40 * strength  # of a square, in pixels
-    far_x = far_y = 100  # pixels, meant for images of 224
+    s = strength if sign < 0.5 else -strength
+    far_x = far_y = 100 * s  # pixels, meant for images of 224
     if policy == 'fixed':
-        far_x, far_y = 0.45 * width, 0.45 * height
+        far_x, far_y = 0.45 * width * s, 0.45 * height * s
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
         return image.transform((width, height), PIL.Image.AFFINE, matrix)
 
     def cutout():  # a grey square, moved inside at the top and left only, as in its source
+        side = 40 * strength
         left, top = int(max(0, at_x * width - side / 2)), int(max(0, at_y * height - side / 2))
         image.paste((125, 123, 114), (left, top, left + int(side) + 1, top + int(side) + 1))
         return image
 
-    image = PIL.Image.fromarray(np.ascontiguousarray(x.transpose(1, 2, 0)))
-    for which, sign, at_y, at_x in draws.reshape(2, 4):
-        s = strength if sign < 0.5 else -strength
-        operations = [
-            lambda: ops.autocontrast(image),
-            lambda: ops.equalize(image),
-            lambda: ops.invert(image),
-            lambda: image.rotate(30 * s),
-            lambda: ops.posterize(image, 1),  # bits
-            lambda: ops.solarize(image, 256 * strength),
-            lambda: ops.solarize(image.point(lambda level: min(255, level + 51)), 128),
-            lambda: enhance.Color(image).enhance(0.94),  # 1 would leave all as it is
-            lambda: enhance.Contrast(image).enhance(0.94),
-            lambda: enhance.Brightness(image).enhance(0.94),
-            lambda: enhance.Sharpness(image).enhance(0.94),
-            lambda: affine(1, 0.3 * s, 0, 0, 1, 0),  # shear
-            lambda: affine(1, 0, 0, 0.3 * s, 1, 0),
-            cutout,
-            lambda: affine(1, 0, far_x * s, 0, 1, 0),  # translate
-            lambda: affine(1, 0, 0, 0, 1, far_y * s),
-        ]
-        image = operations[int(which * len(operations))]()
-    return np.asarray(image).transpose(2, 0, 1)
+    operations = [
+        lambda: ops.autocontrast(image),
+        lambda: ops.equalize(image),
+        lambda: ops.invert(image),
+        lambda: image.rotate(30 * s),
+        lambda: ops.posterize(image, 1),  # bits
+        lambda: ops.solarize(image, 256 * strength),
+        lambda: ops.solarize(image.point(lambda level: min(255, level + 51)), 128),
+        lambda: enhance.Color(image).enhance(0.94),  # 1 would leave all as it is
+        lambda: enhance.Contrast(image).enhance(0.94),
+        lambda: enhance.Brightness(image).enhance(0.94),
+        lambda: enhance.Sharpness(image).enhance(0.94),
+        lambda: affine(1, 0.3 * s, 0, 0, 1, 0),  # shear
+        lambda: affine(1, 0, 0, 0.3 * s, 1, 0),
+        cutout,
+        lambda: affine(1, 0, far_x, 0, 1, 0),  # translate
+        lambda: affine(1, 0, 0, 0, 1, far_y),
+    ]
+    return operations[int(operation * len(operations))]()
 
 DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
 
 def augment(x, draws, c, size=None):
-    """A photo's path -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
-    operations and a crop after padding with 4 black pixels. Both are maybe mirrored."""
+    """The path of a photo -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
+    operations and is cropped after padding with 4 black pixels. Half of both are mirrored."""
     if isinstance(x, str):
         x, mirror = read_photo(x, size, draws), draws[4] < 0.5
     else:
         if c.randaugment != 'none':
-            x = randaugment(x, draws[3:], c.randaugment)
+            image = pillow().Image.fromarray(np.ascontiguousarray(x.transpose(1, 2, 0)))
+            for four in draws[3:].reshape(2, 4):
+                image = randaugment(image, four, c.randaugment)
+            x = np.asarray(image).transpose(2, 0, 1)
         _, H, W = x.shape
         top, left = (9 * draws[:2]).astype(int)
         padded = np.pad(x, ((0, 0), (4, 4), (4, 4)))
@@ -730,7 +700,7 @@ def mix(images, rng):
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. Its config is c plus what the data decide; without data, c has that."""
+    """A model on the CPU. What c leaves open comes from data; a saved c, with none, is complete."""
     if data:
         c = replace(c, classes=data.classes, num_classes=len(data.classes))
     model = ViT(c)
@@ -739,8 +709,8 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """Start from a checkpoint of this script, of timm or of DeiT, which share keys. Positions are
-    resized; what it lacks, such as W^s, and an output layer for other classes start anew."""
+    """Start from a checkpoint of this script, timm or DeiT: their keys are ours. Positions are
+    resized; what the file lacks, such as W^s, and an output layer for other classes start anew."""
     weights, own = read_weights(path, num_heads=model.config.num_heads), model.state_dict()
     if 'pos_embed' in weights:
         g = math.isqrt(own['pos_embed'].size(1))
@@ -772,12 +742,12 @@ def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro, device):
-    """Images (B, 3, size, size), labels (B,), and the share that each image keeps of itself: this
-    process's rows of micro-batch `micro`, which follow from seed and step alone."""
+    """This process's rows of micro-batch `micro`: images (B, 3, size, size), labels (B,), and the
+    share that each image keeps of itself. They depend on seed and step alone."""
     images, labels = data.train
     n, per_step = len(labels), c.batch_size * c.grad_accum_steps
     begin = step * per_step  # in an endless sequence of shuffled epochs
-    rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)
+    rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)  # of this step's
     places = range(begin, begin + per_step)[rows]
     index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
     draws = stream('chance', c.seed, step).random((per_step, DRAWS))[rows]
@@ -815,11 +785,11 @@ def loss_and_accuracy(model, images, labels, c, device):
 @torch.no_grad()
 def diagnose(model, images):
     """Statistics of the class token's attention: for each layer a dict of means over the images,
-    and maps (B, h, w), the heads' mean softmax weight on each patch, 1 for the largest.
+    and maps (B, h, w), the heads' mean softmax weight on each patch, scaled to a largest of 1.
 
     mh = ||MH||, update = ||Phi|| or ||Delta||, *_out: of the same after W^o, cos_* its cosine with
-    the layer's input X, alpha = <MH,V> / <V,V>, gamma. Delta is never longer than MH [BF Eq. 11];
-    after W^o it can be, despite BF.
+    the layer's input X, alpha = <MH,V> / <V,V>, gamma. Delta is never longer than MH [BF Eq. 11],
+    but after W^o it can be, although BF says otherwise.
     """
     c, rows, maps = model.config, [], []
     x, grid = model.embed(images)  # (B, T, C)
@@ -842,14 +812,13 @@ def diagnose(model, images):
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
             scores[..., 0] = -math.inf
-        p = scores.softmax(-1).mean(1)[:, -math.prod(grid):]  # (B, h w): patches are the last
+        p = scores.softmax(-1).mean(1)[:, -math.prod(grid):]  # (B, h w): patches come last
         maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
         x = block(x, grid)
     return rows, maps
 
 def evaluate(model, data, c, device):
-    """Loss and accuracy on images held out from training, not those of the test set; and diagnose's
-    statistics of 64 of them, as 0.mh for layer 0."""
+    """Validation loss and accuracy, and diagnose's statistics of 64 images, as 0.mh for layer 0."""
     images, labels = data.val
     n = c.eval_rows or len(labels)
     loss, accuracy = loss_and_accuracy(model, images[:n], labels[:n], c, device)
@@ -960,24 +929,24 @@ def report(c, model, log, folder, data):
         ('validation accuracy (share)', 'val_acc')])
     draw_layers(folder / 'layers.png', log, c.depth)
     draw_attention(folder / 'attention.png', model, data.val[0][:8], c)
-    _, best = load_run(replace(c, folder=str(folder)))
-    _, best_acc = loss_and_accuracy(best, *data.test, c, pick_device(c)[0])
-    figures = log[-1]['test_acc'], best_acc, linear_accuracy(data, c), 1 / len(data.classes)
-    last, best, linear, chance = [f'{100 * x:.1f} %' for x in figures]
+    _, best_model = load_run(replace(c, folder=str(folder)))
+    _, best = loss_and_accuracy(best_model, *data.test, c, pick_device(c)[0])
     other = 'softmax' if c.attention != 'softmax' else 'belief'
-    return (f'result  test accuracy {last}, with the best weights {best};\n'
-            f'        a linear model of the same pixels gets {linear}, chance {chance}\n'
+    linear, chance = linear_accuracy(data, c), 1 / len(data.classes)
+    return (f'result  test accuracy {100 * log[-1]["test_acc"]:.1f} %, with the best weights '
+            f'{100 * best:.1f} %;\n        a linear model of the same pixels gets '
+            f'{100 * linear:.1f} %, chance {100 * chance:.1f} %\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --attention {other}, or: '
             f'python {SCRIPT}.py predict --folder {folder} --images PHOTO')
 
 def linear_accuracy(data, c):
     """Test accuracy of ridge regression on the pixels of up to 10,000 images: a baseline."""
-    def features(images):  # and a 1 for the bias
-        pixels = normalise(images[:10000], 32, c).flatten(1)
-        return F.pad(pixels, (0, 1), value=1.0)  # (N, 3 32^2 + 1)
-    x, test_x = features(data.train[0]), features(data.test[0])
-    y, test_y = [torch.from_numpy(labels[:10000]) for _, labels in (data.train, data.test)]
+    def pixels_and_labels(images, labels):
+        x = normalise(images[:10000], 32, c).flatten(1)
+        return F.pad(x, (0, 1), value=1.0), torch.from_numpy(labels[:10000])  # a 1 for the bias
+    x, y = pixels_and_labels(*data.train)  # (N, 3 32^2 + 1), (N,)
+    test_x, test_y = pixels_and_labels(*data.test)
     ridge = x.T @ x + len(x) * torch.eye(x.size(1))
     weights = torch.linalg.solve(ridge, x.T @ F.one_hot(y).float())
     return ((test_x @ weights).argmax(1) == test_y).float().mean().item()
@@ -995,7 +964,7 @@ def draw_layers(path, log, depth):
         ('alpha = <MH,V> / <V,V>', 'alpha')])
 
 def draw_attention(path, model, images, c):
-    """A row of images, and a row for each layer, lit where its class token looks."""
+    """A row of images, and a row for each layer, brightest where its class token looks."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -1007,17 +976,17 @@ def draw_attention(path, model, images, c):
     for light in diagnose(model, x)[1]:
         light = F.interpolate(light[:, None], x.shape[2:])  # (B, 1, H, W)
         rows.append((0.2 + 0.8 * light) * colours)
-    sheet = torch.cat([torch.cat([*row], dim=2) for row in rows], dim=1)  # (3, rows H, B W)
+    sheet = torch.stack(rows).permute(0, 3, 1, 4, 2)  # (rows, H, B, W, 3)
     picture = Figure(figsize=(1.5 * len(x), 1.5 * len(rows)), layout='tight')
     axis = picture.subplots()
-    axis.imshow(sheet.permute(1, 2, 0).cpu())
+    axis.imshow(sheet.flatten(2, 3).flatten(0, 1).cpu())  # (rows H, B W, 3)
     axis.set(xticks=[], yticks=[(i + 0.5) * x.size(2) for i in range(len(rows))],
              yticklabels=['image', *(f'layer {i}' for i in range(c.depth))])
     picture.savefig(path)
 
 @torch.no_grad()
 def predict(c):
-    """The classes that the last run, or --folder's, finds likeliest in each of --images."""
+    """The five likeliest classes of each of --images, for the model of --folder or the last run."""
     if not c.images:
         fail('predict needs --images PHOTO')
     saved, model = load_run(c)

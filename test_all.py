@@ -737,7 +737,7 @@ def vit_data(path):
     return str(path)
 
 def test_vit_attention():
-    """A layer by hand: learned scale, Delta W^o + Delta_s W^s, of which the first has a bias."""
+    """A layer by hand: a learned scale, and Delta W^o + Delta_s W^s, where W^s has no bias."""
     attn = vit_model(attention='belief-star').blocks[0].attn
     x, _, _ = qkv(2, 5, 12)
     close(attn.temperature.exp(), 6 ** -0.5, 1e-6)
@@ -763,8 +763,8 @@ def test_vit_logits_of_the_originals():
         eps = {layer.eps for layer in net.modules() if isinstance(layer, torch.nn.LayerNorm)}
         assert eps == {1e-5 if c.shifted else 1e-6}, (c.model, eps)
 
-def test_vit_sizes_and_recipes():
-    """Sizes and recipes are the papers'."""
+def test_vit_sizes():
+    """Sizes and lengths of training are the papers'."""
     for size, settings in (
             (9_622_512, dict(model='vit-small', num_classes=10)),
             (11_195_376, dict(model='vit-small', num_classes=10, attention='belief-star')),
@@ -773,13 +773,8 @@ def test_vit_sizes_and_recipes():
         with torch.device('meta'):
             found = vit.count(vit.ViT(vit.Config(**settings)))
         assert found == size, (settings, found)
-    has(vit.Config(**vit.PRESETS['cifar-paper']), model='vit-small', zero_diag=True,
-        randaugment='paper', batch_size=512, grad_accum_steps=1, optimizer='set-adam',
-        learning_rate=1e-4, warmup_iters=0, grad_clip=0, max_iters=math.ceil(400 * 45_000 / 512))
-    assert vit.default_gamma(vit.Config(model='vit-small', attention='attentionx')) == 1
-    has(vit.Config(**vit.PRESETS['imagenet-paper']), model='deit-small-local', zero_diag=False,
-        first_size=32, batch_size=64, grad_accum_steps=1, optimizer='adamw',
-        learning_rate=1.25e-4, min_lr_ratio=0.08, mix=True, drop_path=0.1,
+    has(vit.Config(**vit.PRESETS['cifar-paper']), max_iters=math.ceil(400 * 45_000 / 512))
+    has(vit.Config(**vit.PRESETS['imagenet-paper']),
         max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
 
 def test_vit_initialisation():
@@ -789,18 +784,16 @@ def test_vit_initialisation():
         state = vit_model(attention=name).state_dict()
         assert all(torch.equal(p, state[key]) for key, p in base.items()), name
     assert not torch.equal(base['pos_embed'], vit_model(seed=1).pos_embed)
-    uniform = lambda fan_in: (3 * fan_in) ** -0.5
-    for model, expected in {
-            'tiny': {'pos_embed': 1},
-            'vit-small': {'pos_embed': 1, 'patch_embed.proj.weight': uniform(240)},
-            'deit-small': {'pos_embed': 0.02, 'blocks.0.attn.qkv.weight': 0.02},
-            'deit-small-local': {'blocks.0.attn.qkv.weight': 384 ** -0.5,
-                                 'blocks.0.mlp.conv.weight': uniform(9)}}.items():
-        state = vit.ViT(vit.Config(model=model, depth=2)).state_dict()
-        for key, std in expected.items():
-            assert abs(state[key].std() - std) <= 0.12 * std, (model, key, state[key].std(), std)
-            normal = 'conv' not in key and 'patch_embed' not in key
-            assert (state[key].abs().max() > 2 * std) == normal, (model, key)
+    for model, key, std, normal in (  # a uniform's largest is 3 ** 0.5 std
+            ('tiny', 'pos_embed', 1, True),
+            ('vit-small', 'patch_embed.proj.weight', 720 ** -0.5, False),
+            ('deit-small', 'blocks.0.attn.qkv.weight', 0.02, True),
+            ('deit-small-local', 'blocks.0.attn.qkv.weight', 384 ** -0.5, True),
+            ('deit-small-local', 'blocks.0.mlp.conv.weight', 27 ** -0.5, False)):
+        state = vit.ViT(vit.Config(model=model, depth=1)).state_dict()
+        close(state[key].std() / std, 1, 0.12)
+        assert (state[key].abs().max() > 2 * std) == normal, (model, key)
+        assert state['head.bias'].any() == (model != 'deit-small'), model
 
 def test_vit_positions():
     """Images of other sizes get positions between those learned, the class token its own."""
@@ -813,43 +806,35 @@ def test_vit_positions():
     assert rows[0, 0] < 0, rows[0]  # bicubic overshoots, bilinear would not
 
 def test_vit_init_file(tmp_path):
-    """--init takes DeiT's checkpoint: another grid, other classes, no W^s. Containers and prefixes
-    of other programs change nothing; what does not fit is named."""
-    big = vit_model('cpu', torch.float32, model='deit-small', num_classes=9, image_size=16)
-    big = big.state_dict()
-    want = dict(big, pos_embed=vit.resize_positions(big['pos_embed'], (2, 2)))
+    """--init takes DeiT's checkpoint: another grid, other classes, no W^s."""
+    deit = vit_model('cpu', torch.float32, model='deit-small', num_classes=9, image_size=16)
+    want, file = deit.state_dict(), tmp_path / 'deit.pth'
     flags = tiny(vit, tmp_path, '--model', 'deit-small', '--attention', 'belief-star',
-                 '--init', tmp_path / 'big')
-    _, c = vit.parse(flags)
-    for container, prefix in (('model', ''), ('state_dict', 'module.'), ('', 'model.')):
-        weights = {prefix + key: p for key, p in big.items()}
-        torch.save({container: weights, 'epoch': 3} if container else weights, tmp_path / 'big')
-        with QUIET:
-            state = vit.make_model(c, vit.load_data(c)).state_dict()
-        for key, p in state.items():
-            new = key.startswith('head') or 'proj_s' in key
-            assert new and len(p) in (3, 12) or torch.equal(p, want[key]), (prefix, key)
-    for words, file in (
-            (['encoder'], {'encoder': big['norm.bias']}),
-            (['norm.bias'], dict(big, **{'norm.bias': torch.zeros(7)})),
-            (['num_heads 3', '--num-heads 3'], dict(model=big, config=dict(num_heads=3)))):
-        torch.save(file, tmp_path / 'big')
-        refuse(vit, words, *flags)
+                 '--init', file)
+    torch.save(dict(model=want, epoch=3), file)
+    with QUIET:
+        _, c = vit.parse(flags)
+        state = vit.make_model(c, vit.load_data(c)).state_dict()
+    want['pos_embed'] = vit.resize_positions(want['pos_embed'], (2, 2))
+    for key, p in state.items():
+        new = key.startswith('head') or 'proj_s' in key
+        assert new and len(p) in (3, 12) or torch.equal(p, want[key]), key
+    torch.save(dict(want, **{'norm.bias': torch.zeros(7)}), file)
+    refuse(vit, ['norm.bias'], *flags)
+    torch.save(dict(model=want, config=dict(num_heads=3)), file)
+    refuse(vit, ['num_heads 3', '--num-heads 3'], *flags)
 
 def test_vit_dropout():
     """In training alone. Stochastic depth leaves out whole images, most in the last block."""
-    net, images = vit_model(dropout=0.5), vit_images(2)
-    assert torch.equal(net(images), net(images))
-    net.train()
-    assert not torch.equal(net(images), net(images))
-    net = vit_model(dropout=1.0).train()  # of all: tokens, attention and feed-forward network
+    net, images = vit_model(dropout=1.0), vit_images(2)
+    close(net(images), vit_model()(images), 0)
+    net.train()  # drops all: tokens, attention and feed-forward network
     close(net(images), net.head.bias.expand(2, -1), 1e-12)
     mlp, (x, _, _) = net.blocks[0].mlp, qkv(2, 5, 12)
     mlp.drop = torch.nn.Tanh()  # twice in a feed-forward network
     close(mlp(x, (2, 2)), mlp.fc2(F.gelu(mlp.fc1(x)).tanh()).tanh(), 1e-12)
     blocks = vit_model(drop_path=0.9).train().blocks
-    rates = [block.drop_path for block in blocks]
-    assert rates == [0, 0.9], rates
+    assert [block.drop_path for block in blocks] == [0, 0.9]
     kept = blocks[1].stochastic_depth(torch.ones(4000, 2, 3, device=DEVICE))
     assert (kept == kept[:, :1, :1]).all()
     close(kept.mean(), 1, 0.3)
@@ -857,16 +842,13 @@ def test_vit_dropout():
     close(blocks[1](x, (2, 2)), x, 0)
 
 def test_vit_optimizers():
-    """AdamW decays matrices alone; SET-Adam's constants are the paper's; warmup and cosine."""
+    """AdamW decays matrices alone; warmup and cosine."""
     net = vit_model()
     decay, keep = vit.make_optimizer(net, vit.Config(weight_decay=0.2)).param_groups
     assert (decay['weight_decay'], keep['weight_decay']) == (0.2, 0), (decay, keep)
     decays = {id(p) for p in decay['params']}
     for name, p in net.named_parameters():
         assert (id(p) in decays) == (name.endswith('.weight') and p.dim() > 1), name
-    group, = vit.make_optimizer(net, vit.Config(optimizer='set-adam')).param_groups
-    found = group['betas'], group['eps'], group['tau']
-    assert found == ((0.9, 0.999), 1e-18, 0.5), found
     c = vit.Config(learning_rate=1, min_lr_ratio=0.2, warmup_iters=9, max_iters=109)
     close([vit.learning_rate(step, c) for step in (0, 9, 59, 109)], [0.1, 1, 0.6, 0.2], 1e-6)
 
@@ -919,7 +901,7 @@ def test_vit_batches(tmp_path):
     (tmp_path / 'data/test.npz').unlink()  # then part of the training images are to test
     data = vit.load_data(c)
     parts = [[x.tobytes() for x in part[0]] for part in (data.train, data.val, data.test)]
-    assert [len(set(part)) for part in parts] == [36, 12, 12], [len(part) for part in parts]
+    assert [len(part) for part in parts] == [36, 12, 12]
     assert len(set(sum(parts, []))) == 60, 'a test image is in training'
 
 def test_vit_evaluation(tmp_path):
@@ -927,8 +909,7 @@ def test_vit_evaluation(tmp_path):
     c = vit.Config(**SMALL_VIT, data=vit_data(tmp_path / 'data'), batch_size=7, eval_rows=12,
                    val_fraction=0.3)
     data = vit.load_data(c)
-    linear = vit.linear_accuracy(data, c)
-    assert linear > 0.9, linear  # colours are easy
+    assert vit.linear_accuracy(data, c) > 0.9  # colours are easy
     images, labels = [torch.from_numpy(part[:12]) for part in data.val]
     mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
     logits = (images.float().mean((2, 3)) / 255 - mean) / std
@@ -942,10 +923,8 @@ def test_vit_evaluation(tmp_path):
     assert figures['1.cos_mh'] == layers[1]['cos_mh'], figures
     want = vit.loss_and_accuracy(net, *[part[:12] for part in data.val], c, DEVICE)
     assert (figures['val_loss'], figures['val_acc']) == want, (figures, want)
-    for name, want in (('cifar10', [-2.4291, -2.4183, -2.2214]),
-                       ('data/cifar100', [-1.8957, -1.8974, -1.5965])):
-        black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, vit.Config(data=name))
-        close(black.flatten(), want, 1e-3)
+    black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, vit.Config(data='data/cifar100'))
+    close(black.flatten(), [-1.8957, -1.8974, -1.5965], 1e-3)
     stripes = np.zeros((1, 3, 16, 16), np.uint8)
     stripes[..., ::4] = 255
     blurred = vit.normalise(stripes, 4, c) * torch.tensor(0.229) + 0.485  # of red
@@ -968,30 +947,22 @@ def test_vit_best_weights(tmp_path):
     assert 'accuracy 30.0 %, with the best weights 70.0 %' in end.out, end.out
 
 def test_vit_arrays(tmp_path):
-    """Labels (N, 1) or whole floats are as good as (N,); all else is refused by file and reason."""
+    """Labels (N, 1) are as good as (N,); all else is refused by file and reason."""
     flags, train = tiny(vit, tmp_path), tmp_path / 'data/train.npz'
-    c = vit.Config(data=str(tmp_path / 'data'))
-    want = vit.load_data(c).train[1].tolist()
     with np.load(train) as file:
         x, y = file['images'], file['labels']
-    for labels in (y[:, None], y.astype(float)):
-        np.savez(train, images=x, labels=labels)
-        assert vit.load_data(c).train[1].tolist() == want
+    np.savez(train, images=x, labels=y[:, None] + 1)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        data = vit.load_data(vit.Config(data=str(tmp_path / 'data')))
+    assert '1 of 4 classes have no images: 0' in out.getvalue()
+    assert data.train[1].shape == (54,) and data.classes == ['0', '1', '2', '3']
+    (tmp_path / 'data/meta.json').write_text('{"classes": ["red", "green"]}')
+    refuse(vit, ['label 3', '2 classes'], *flags)
     for word, images, labels in (
-            ('(60, 3)', x, np.eye(3)[y]), ('-1', x, y - 1), ('<U21', x, y.astype(str)),
-            ('nan', x, np.where(y == 2, math.nan, y)), ('0.5', x, y + 0.5),
-            ('(60, 1, 8, 8)', x[:, :1], y), ('float64', x / 255, y),
-            ('(60, 8, 8, 3)', x.transpose(0, 2, 3, 1), y)):
+            ('(60, 3)', x, np.eye(3)[y]), ('-1', x, y - 1), ('float64', x, y + 0.5),
+            ('float64', x / 255, y), ('(60, 8, 8, 3)', x.transpose(0, 2, 3, 1), y)):
         np.savez(train, images=images, labels=labels)
         refuse(vit, ['train.npz', word], *flags)
-    np.savez(train, images=x, labels=y + 1)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        vit.load_data(c)
-    assert 'no images for 1 of 4 classes: 0' in out.getvalue()
-    for words, meta in ((['label 3', '2 classes'], '{"classes": ["red", "green"]}'),
-                        (['meta.json', 'classes'], '{}'), (['meta.json', 'classes'], '')):
-        (tmp_path / 'data/meta.json').write_text(meta)
-        refuse(vit, words, *flags)
     train.write_bytes(b'no archive')
     refuse(vit, ['train.npz', 'images', 'labels'], *flags)
 
@@ -1011,8 +982,7 @@ def test_vit_photos(tmp_path):
     end = run(vit, *flags, '--max-iters', 30)
     assert end.result['test_acc'] == 1 and 'test accuracy 100.0 %' in end.out, end.out
     if importlib.util.find_spec('matplotlib'):
-        pictures = {path.stem for path in end.result['folder'].glob('*.png')}
-        assert pictures == {'attention', 'curves', 'layers'}, pictures
+        assert len(list(end.result['folder'].glob('*.png'))) == 3
     photos = [tmp_path / 'photos' / name / '0.jpg' for name in ('red', 'blue')]
     red, blue = done(vit, 'predict', '--out-dir', tmp_path / 'out', '--images', *photos)
     assert red[0][0] == 'red' and red[0][1] > 0.5 and blue[0][0] == 'blue', (red, blue)
@@ -1024,24 +994,22 @@ def test_vit_photos(tmp_path):
         (tmp_path / 'photos' / name).write_bytes(b'no photo')
     with contextlib.redirect_stdout(io.StringIO()) as out:
         other = vit.load_data(c)
-    assert 'no photos: 4; folders without photos: 3' in out.getvalue(), out.getvalue()
-    assert other.classes == ['blue', 'red']
-    assert all((a == b).all() for a, b in zip(other.train + other.test, clean.train + clean.test))
+    assert 'left out 4 files' in out.getvalue(), out.getvalue()
+    assert other.classes == ['blue', 'red'] and (other.train[0] == clean.train[0]).all()
 
 @wants('PIL')
 def test_vit_photos_to_test(tmp_path):
     """val, or else test, is the test set; its classes are those of train."""
     vit_photos(tmp_path / 'train', blue=12, red=12)
     vit_photos(tmp_path / 'test', red=5)
-    with QUIET:
-        data = vit.load_data(vit.Config(data=str(tmp_path)))
+    data = vit.load_data(vit.Config(data=str(tmp_path)))
     assert data.test[1].tolist() == [1] * 5 and len(data.train[1]) + len(data.val[1]) == 24
     flags = tiny(vit, tmp_path, '--data', tmp_path)
     (tmp_path / 'val').mkdir()
     shutil.copy(tmp_path / 'test/red/0.jpg', tmp_path / 'val')
-    refuse(vit, [f'{tmp_path / "val"} needs the class folders', 'no photos'], *flags)
+    refuse(vit, [str(tmp_path / 'val'), 'no photos'], *flags)
     vit_photos(tmp_path / 'val', yellow=2)
-    refuse(vit, [f'{tmp_path / "val"} needs the class folders', 'yellow'], *flags)
+    refuse(vit, [str(tmp_path / 'val'), 'yellow'], *flags)
 
 @wants('PIL')
 def test_vit_read_photo(tmp_path):
@@ -1055,11 +1023,11 @@ def test_vit_read_photo(tmp_path):
         want = noise.resize((size, size), Image.BICUBIC, box)
         got = vit.read_photo(tmp_path / 'noise.png', size, chance)
         assert (got == np.asarray(want)).all(), box
-    for draw, flip, image in ((0.9, True, got), (0.1, True, got[..., ::-1]), (0.1, False, got)):
-        crop = vit.augment(str(tmp_path / 'noise.png'), [*chance, draw], vit.Config(flip=flip), 8)
-        assert (crop == image).all(), (draw, flip)
+    for flip, image in ((True, got[..., ::-1]), (False, got)):
+        crop = vit.augment(str(tmp_path / 'noise.png'), [*chance, 0.1], vit.Config(flip=flip), 8)
+        assert (crop == image).all(), flip
 
-    want, root = vit.read_photo(tmp_path / 'noise.png', 40), tmp_path / 'photos/noise'
+    want, root = vit.read_photo(tmp_path / 'noise.png', 40), tmp_path / 'photos/noise/more'
     root.mkdir(parents=True)
     noise.save(root / 'a.TIF')
     greys = np.asarray(noise).astype(np.uint16) * 256 + 99  # white, if cut off at 255
@@ -1067,19 +1035,15 @@ def test_vit_read_photo(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # on its side
     noise.transpose(Image.ROTATE_90).save(root / 'c.png', exif=exif)
-    paths, _ = vit.list_photos(tmp_path / 'photos')
-    assert len(paths) == 3 and all((vit.read_photo(path, 40) == want).all() for path in paths)
+    paths, names = vit.list_photos(tmp_path / 'photos')
+    assert names.tolist() == ['noise'] * 3
+    assert all((vit.read_photo(path, 40) == want).all() for path in paths)
 
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / 'float.tif')
-    Image.effect_noise((400, 400), 99).save(tmp_path / 'huge.png')
-    png = bytearray((tmp_path / 'huge.png').read_bytes())
-    at = png.find(b'IDAT', png.find(b'IDAT') + 4)
-    png[at:at + 4] = bytes(4)
-    (tmp_path / 'damaged.png').write_bytes(png)
-    for name in ('float.tif', 'huge.png', 'damaged.png', 'missing.jpg'):
-        with patch.object(Image, 'MAX_IMAGE_PIXELS', 1e4 if name == 'huge.png' else 1e9):
-            with unittest.TestCase().assertRaisesRegex(OSError, name):
-                vit.read_photo(tmp_path / name, 8)
+    (tmp_path / 'damaged.png').write_bytes((tmp_path / 'noise.png').read_bytes()[:999])
+    for name in ('float.tif', 'damaged.png', 'missing.jpg'):
+        with unittest.TestCase().assertRaisesRegex(OSError, name):
+            vit.read_photo(tmp_path / name, 8)
 
 @wants('PIL')
 def test_augment_to_the_byte():
@@ -1109,9 +1073,9 @@ def test_augment_mix():
     assert 30 < len(shares) < 70, len(shares)
     # of a uniform area, less what the border cuts off
     close(np.mean(shares), 1 / 2 + 1 / 5 - 1 / 48, 0.05)
-    c = vit.Config(mix=True, label_smoothing=0.3)
     logits, _, _ = qkv(10, 10)
-    loss = vit.loss_of(torch.nn.Identity(), (logits, labels, 0.8), c)
+    loss = vit.loss_of(torch.nn.Identity(), (logits, labels, 0.8),
+                       vit.Config(mix=True, label_smoothing=0.3))
     one_hot = torch.eye(10, device=DEVICE).double()
     soft = 0.7 * (0.8 * one_hot + 0.2 * one_hot.flip(0)) + 0.3 / 10
     close(loss, F.cross_entropy(logits, soft), 1e-6)
@@ -1134,15 +1098,11 @@ def test_vit_diagnose():
     close(rows[0]['alpha'], alpha.mean(), 1e-6)
     light = p.mean(1)[:, 1:]
     close(maps[0].flatten(1), light / light.amax(1, keepdim=True), 1e-6)
-    attn.qkv.weight.data.zero_()
-    silent = vit.diagnose(net, images)[0][0]  # where V is 0, nothing is taken from MH
-    assert silent['alpha'] == silent['update'] == 0, silent
 
 def test_vit_mistakes(tmp_path):
     """What a setting must be is said with its name and value."""
     flags = tiny(vit, tmp_path)
-    for name, value in dict(depth=0, first_size=-4, dropout=1.5, drop_path=1, label_smoothing=-0.1,
-                            min_lr_ratio=6, learning_rate=math.nan, model='vit').items():
+    for name, value in dict(depth=0, dropout=1.5, learning_rate=math.nan, model='vit').items():
         refuse(vit, [f'{name} {value}'], *flags, '--' + name, value)
     refuse(vit, ['--patch-size 3'], *flags, '--patch-size', 3)
     refuse(vit, ['--images'], 'predict', *flags)
@@ -1166,8 +1126,6 @@ def test_vit_registers(tmp_path):
         assert math.isfinite(log[-1]['1.cos_update']), (model, log[-1])
 
 # ------------------------------------ admm_detr.py ------------------------------------
-KINDS = ['softmax', 'no-weights', 'l2', 'admm', 'admm-vanilla', 'admm-printed',
-         'admm-vanilla-printed']
 EXACT = ['l2', 'admm', 'admm-vanilla']
 OPTIONS = [dict(ridge=ridge, positive=positive)
            for ridge in (0.0, 1.0) for positive in (False, True)]
@@ -1184,24 +1142,18 @@ def tokens(*sizes, d=32, dtype=torch.float64):
     return [t.to(dtype) for t in x.split(sizes, 2)]
 
 def no_padding(k):
-    return torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
-
-def numbers(x):
-    return x.detach().cpu().numpy()
+    return k.new_zeros(len(k), k.size(2), dtype=torch.bool)
 
 def slow_lasso(q, k, penalty, e, positive, skip):
     """The elastic net of one query: each coordinate in turn moves to its own best."""
     x = np.zeros(len(k))
-    for _ in range(5000):
-        before = x.copy()
+    for _ in range(1000):
         for j in range(len(k)):
-            if j == skip or not k[j].any():
-                continue
-            rest = k[j] @ (q - x @ k + x[j] * k[j])
-            size = rest if positive else abs(rest)
-            x[j] = np.sign(rest) * max(size - penalty / 2, 0) / (k[j] @ k[j] + e)
-        if abs(x - before).max() < 1e-13:
-            return x
+            if j != skip and k[j].any():
+                rest = k[j] @ (q - x @ k + x[j] * k[j])
+                size = rest if positive else abs(rest)
+                x[j] = np.sign(rest) * max(size - penalty / 2, 0) / (k[j] @ k[j] + e)
+    return x
 
 def test_detr_lasso_reference():
     """Every option against coordinate descent; the last token is zero. Where no token helps, the
@@ -1214,44 +1166,37 @@ def test_detr_lasso_reference():
         x = detr.lasso(q, k, is_self, 0.1, 0.2, 1500, **options)
         close(x, detr.lasso(q, k, is_self, 0.1, 0.2, 1500, vanilla=True, **options), 1e-9)
         for head, i in itertools.product(range(2), range(3)):
-            Q, K = numbers(q[0, head, i]), numbers(k[0, head])
-            products = K @ Q
-            if is_self:
-                products[i] = 0
+            Q, K = q[0, head, i].numpy(force=True), k[0, head].numpy(force=True)
+            products = np.delete(K @ Q, i) if is_self else K @ Q
             largest = max(products) if positive else max(abs(products))
             e = ridge * np.linalg.eigvalsh(K.T @ K).mean()
             want = slow_lasso(Q, K, 0.1 * 2 * largest, e, positive, i if is_self else None)
             close(x[0, head, i], want, 1e-6)
     k = torch.tensor([[[[1.0, 0.0], [1.0, 0.1]]]], device=DEVICE)
     q = torch.tensor([[[[-1.0, 5.0]]]], device=DEVICE)
-    x = detr.lasso(q, k, rho=1e-4, positive=True, iterations=3)
-    assert not x.any(), x
-
-def decoder_tokens(c):
-    """Queries and keys of an untrained model's last cross-attention, (4, nh, ..., hs), float64."""
-    data, calls = detr.load_data(c), []
-    model = detr.make_model(c, data).to(DEVICE)
-    attn = model.transformer.decoder['layers'][-1].multihead_attn
-    attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
-    with torch.no_grad():
-        model(detr.load_batch(data.val, [(row, None) for row in range(4)], DEVICE)[0])
-    q, k, _ = attn.heads(*calls[0][:3])
-    return q.double(), detr.dictionary(k, no_padding(k), c.centre, c.random_tokens).double()
+    assert not detr.lasso(q, k, rho=1e-4, positive=True, iterations=3).any()
 
 def test_detr_how_far_it_is_solved():
-    """The default reaches the optimum, OA's iterations do not, and as published they leave: how
-    far x is from it, relative to its length. Over-relaxation pays."""
+    """How far x is from the optimum, relative to its length: by default hardly, with OA's
+    iterations by 40 %, as published by more than its length."""
     gaps = []
     for settings in {}, detr.OA:
-        c = detr.Config(**settings)
-        q, k = decoder_tokens(c)
-        solve = lambda n, relax=1.6: detr.lasso(q, k, False, c.sparsity, c.rho, n, relax, c.ridge,
-                                                c.positive)
-        best = solve(5000)
-        for x in (solve(c.iterations), solve(c.iterations, 1.0), detr.as_published(q, k)):
-            gaps.append(((x - best).norm(dim=-1) / best.norm(dim=-1)).mean().item())
-    default, _, _, exact, plain, published = gaps
-    assert default < 0.01 and 0.3 < exact < 0.5 and exact < plain and published > 2, gaps
+        c, calls = detr.Config(**settings), []
+        data = detr.load_data(c)
+        model = detr.make_model(c, data).to(DEVICE)
+        attn = model.transformer.decoder['layers'][-1].multihead_attn
+        attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
+        with torch.no_grad():
+            model(detr.load_batch(data.val, [(row, None) for row in range(4)], DEVICE)[0])
+            q, k, _ = attn.heads(*calls[0][:3])
+        q = q.double()
+        k = detr.dictionary(k, no_padding(k), c.centre, c.random_tokens).double()
+        x, best = [detr.lasso(q, k, False, c.sparsity, c.rho, n, ridge=c.ridge, positive=c.positive)
+                   for n in (c.iterations, 5000)]
+        for some in x, detr.as_published(q, k):
+            gaps.append(((some - best).norm(dim=-1) / best.norm(dim=-1)).mean().item())
+    default, _, exact, published = gaps
+    assert default < 0.01 and 0.3 < exact < 0.5 and published > 2, gaps
 
 def test_detr_attention_reference():
     """With padding, centred and random tokens: the Lasso of tokens put together by hand; ridge
@@ -1284,33 +1229,32 @@ def test_detr_attention_reference():
 def test_detr_gradcheck():
     """Every solver; the printed formulas where smooth, in one iteration."""
     q, k = [t.requires_grad_() for t in tokens(2, 4, d=3)]
-    cases = [(name, {}) for name in KINDS]
+    cases = [(name, {}) for name in detr.ATTENTION]
     cases.append(('admm', dict(OPTIONS[-1], centre=True, random_tokens=2, power=3)))
     for name, options in cases:
-        solve = detr.ATTENTION[name]
         c = detr_config(iterations=1 if 'printed' in name else 4, **options)
-        cross = lambda q, k: solve(q, k, no_padding(k), False, c)
-        own = lambda k: solve(k, k, no_padding(k), True, c)
-        assert torch.autograd.gradcheck(cross, [q, k], atol=1e-6), name
+        solve = lambda q, k, is_self=False: detr.ATTENTION[name](q, k, no_padding(k), is_self, c)
+        assert torch.autograd.gradcheck(solve, [q, k], atol=1e-6), name
+        own = lambda k: solve(k, k, True)
         assert name == 'l2' or torch.autograd.gradcheck(own, [k], atol=1e-6), name
 
 def test_detr_degenerate_tokens():
     """Rank one, repeated, zero, large and small tokens: finite, with finite gradients. The printed
     formulas too with fewer tokens than channels."""
+    def is_finite(solve, *qk):
+        qk = [x.detach().requires_grad_() for x in qk]
+        x = solve(*qk)
+        gradients = torch.autograd.grad(x.square().sum(), qk)
+        assert all(t.isfinite().all() for t in (x, *gradients)), (solve, x)
     q, k = tokens(6, 10, d=8, dtype=torch.float32)
     rank_one = k[..., :1] * torch.ones(8, device=DEVICE)
     all_tokens = (rank_one, k[:, :, :1].expand_as(k), 0 * k, 1e4 * k, 1e-6 * k)
-    configs = [detr_config(centre=True, **options) for options in OPTIONS]
-    for some, query, kind, c in itertools.product(all_tokens, (q, 0 * q), EXACT, configs):
-        a, b = query.clone().requires_grad_(), some.clone().requires_grad_()
-        x = detr.ATTENTION[kind](a, b, no_padding(b), False, c)
-        x.square().sum().backward()
-        assert all(t.isfinite().all() for t in (x, a.grad, b.grad)), (kind, c)
+    for some, query, kind, options in itertools.product(all_tokens, (q, 0 * q), EXACT, OPTIONS):
+        c = detr_config(centre=True, **options)
+        is_finite(lambda q, k: detr.ATTENTION[kind](q, k, no_padding(k), False, c), query, some)
     close(detr.sharpen(torch.tensor([1e-8, 0.0]), 3), 0, 1e-5)  # it fades
-    q, k = [t.requires_grad_() for t in tokens(6, 20, d=64, dtype=torch.float32)]
-    x = detr.as_published(q, 10 * k)
-    gradients = torch.autograd.grad(x.square().sum(), [q, k])
-    assert all(t.isfinite().all() for t in (x, *gradients)), x
+    q, k = tokens(6, 20, d=64, dtype=torch.float32)
+    is_finite(detr.as_published, q, 10 * k)
 
 def test_detr_padding_and_precision():
     """Padding changes nothing; float16 and autocast are solved in float32."""
@@ -1358,7 +1302,7 @@ def slow_as_published(V, rho, threshold, vanilla, corrected=False):
 def test_detr_published_equations():
     """(3) and (4) against numpy; (3) corrected is ADMM for the Lasso with 2 lambda."""
     k, = tokens(9, d=5)
-    V = numbers(k[0, 1])
+    V = k[0, 1].numpy(force=True)
     penalty, rho, _ = detr.scales(k, k, True, 0.1, 0.2)
     r, threshold = rho[0, 1].item(), (penalty / rho)[0, 1, 2].item()
     c = detr_config(sparsity=0.1, rho=0.2, iterations=4, power=0, random_tokens=1)
@@ -1367,12 +1311,12 @@ def test_detr_published_equations():
         x = detr.as_published(k, k, True, 0.1, 0.2, 4, vanilla, sigma=0.0)[0, 1, 2]
         close(x, slow_as_published(V, r, threshold, vanilla), 1e-9)
         x = detr.as_published(k, more, True, 0.1, 0.2, 4, vanilla)[..., :9]
-        hidden = ~no_padding(k)  # they pay no heed to it
-        close(detr.ATTENTION[name](k, k, hidden, True, c), x, 1e-12)
+        close(detr.ATTENTION[name](k, k, ~no_padding(k), True, c), x, 1e-12)  # padding is ignored
     penalty, _, _ = detr.scales(k, k, False, 0.1)
     want = slow_as_published(V, r, penalty[0, 1, 2].item() / r, True, corrected=True)
     twice = detr.lasso(k, k, False, 2 * 0.1, 0.2, 4, relax=1.0, vanilla=True)[0, 1, 2]
     close(twice, want, 1e-12)
+
 def test_detr_a_row_with_weights():
     """A row of your own, with W_q, W_k, W_v: a line in ATTENTION and a word in PROJECTED."""
     def sparsemax(q, k, padding, is_self, c):
@@ -1392,49 +1336,42 @@ def test_detr_as_facebookresearch():
                     num_queries=7, num_classes=91, cross_attention='softmax')
     net = fill(detr.DETR(c).double().eval()).to(DEVICE)
     x = np.random.RandomState(0).uniform(-1.7, 1.7, (2, 3, 96, 128))
-    mask = torch.zeros(2, 96, 128, dtype=torch.bool, device=DEVICE)
-    mask[1, :, 80:] = True
-    mask[1, 64:] = True
+    mask = torch.ones(2, 96, 128, dtype=torch.bool, device=DEVICE)
+    mask[0] = mask[1, :64, :80] = False
     with torch.no_grad():
         out = net(torch.from_numpy(x).to(DEVICE).masked_fill(mask[:, None], 0), mask)
-    logits, box = out['pred_logits'][0, 0, ::30], out['pred_boxes'][0, 0]
-    close(logits, [1.3233768, -2.0759888, -0.0021618, -0.6884133], 1e-5)
-    close(box, [0.5540449, 0.5603625, 0.6181914, 0.3576915], 1e-5)
-    boxes = [[[0.5, 0.5, 0.4, 0.3], [0.2, 0.3, 0.2, 0.2], [0.8, 0.7, 0.1, 0.5]],
-             [[0.4, 0.6, 0.3, 0.3]]]
-    targets = [dict(labels=torch.tensor(labels, device=DEVICE),
-                    boxes=torch.tensor(some, device=DEVICE).double())
-               for labels, some in zip(([3, 17, 44], [1]), boxes)]
+    close(out['pred_logits'][0, 0, ::30], [1.3233768, -2.0759888, -0.0021618, -0.6884133], 1e-5)
+    close(out['pred_boxes'][0, 0], [0.5540449, 0.5603625, 0.6181914, 0.3576915], 1e-5)
+    boxes = torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.2, 0.3, 0.2, 0.2], [0.8, 0.7, 0.1, 0.5],
+                          [0.4, 0.6, 0.3, 0.3]], dtype=torch.float64, device=DEVICE)
+    labels = torch.tensor([3, 17, 44, 1], device=DEVICE)
+    targets = [dict(labels=labels[part], boxes=boxes[part]) for part in (slice(3), slice(3, 4))]
     close(detr.set_loss(out, targets, c), 22.547493929079366, 1e-5)
 
 def test_detr_parameter_counts():
     """The original's, and what attention without weights saves: 3.8 %, both 7.6 %."""
-    softmax = dict(self_attention='softmax', cross_attention='softmax')
-    one = dict(self_attention='softmax', cross_attention='no-weights')
-    both = dict(self_attention='admm', cross_attention='l2')
-    for kinds, size in (softmax, 41302368), (one, 39723360), (both, 38144352):
-        c = detr.Config(**detr.DETR_R50, **kinds, num_classes=91)
+    for own, cross, size in (('softmax', 'softmax', 41302368), ('softmax', 'no-weights', 39723360),
+                             ('admm', 'l2', 38144352)):
+        c = detr.Config(**detr.DETR_R50, num_classes=91, self_attention=own, cross_attention=cross)
         with torch.device('meta'), patch.object(detr, 'init_weights'):
-            assert detr.count(detr.DETR(c)) == size, (kinds, detr.count(detr.DETR(c)))
+            assert detr.count(detr.DETR(c)) == size, (own, cross, detr.count(detr.DETR(c)))
     grid = detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3]
     assert grid == (16, 8), grid
 
 def test_detr_initial_weights():
     """Variants share what they have in common; every learned tensor gets a gradient."""
-    nets = {}
-    for name in KINDS:
-        kind = 'admm' if name == 'l2' else name
-        c = detr_config(self_attention=kind, cross_attention=name, out_proj=True)
-        nets[name] = detr.DETR(c)
-    full = nets['softmax'].state_dict()
+    net_of = lambda name: detr.DETR(detr_config(
+        self_attention='admm' if name == 'l2' else name, cross_attention=name, out_proj=True))
+    full = net_of('softmax').state_dict()
     bound = full['transformer.decoder.layers.0.multihead_attn.in_proj_weight'].abs().max()
     assert 0.9 < bound / math.sqrt(6 / (16 + 48)) <= 1, bound  # Xavier's
     bound = full['backbone.0.body.3.weight'].abs().max()
     assert 0.9 < bound * math.sqrt(32 * 9) <= 1, bound  # PyTorch's
     batch = detr_images(2), None, detr_targets(2, 1)
-    for name, net in nets.items():
-        assert all(torch.equal(full[key], p) for key, p in net.state_dict().items()), name
-        net.to(DEVICE)
+    for name in detr.ATTENTION:
+        net = net_of(name).to(DEVICE)
+        shared = {key: full[key] for key in net.state_dict()}
+        assert same(net.state_dict(), shared), name
         detr.loss_of(net, batch, net.config).backward()
         for key, p in net.named_parameters():
             # the first self-attention sees zeros
@@ -1457,20 +1394,19 @@ def test_detr_losses_by_hand():
     c = detr_config()
     logits, _, _ = qkv(3, 5, 4)
     boxes = torch.full((3, 5, 4), 0.5, device=DEVICE)
-    outputs = dict(pred_logits=logits, pred_boxes=boxes, aux_outputs=[])
-    loss = detr.set_loss(outputs, detr_targets(0, 0, 0), c)
-    close(loss, -logits.log_softmax(-1)[..., 3].mean(), 1e-7)
+    loss_of = lambda part, targets: detr.set_loss(
+        dict(pred_logits=logits[part], pred_boxes=boxes[part], aux_outputs=[]), targets[part], c)
+    every = slice(0, 3)
+    want = -logits.log_softmax(-1)[..., 3].mean()
+    close(loss_of(every, detr_targets(0, 0, 0)), want, 1e-7)
     assert detr.normalisers([8], c, DEVICE) == (5, 8), detr.normalisers([8], c, DEVICE)
     for counts in ((2, 8, 1), (0, 0, 1), (0, 0, 0)):
-        targets, losses = detr_targets(*counts), []
-        for part in slice(0, 1), slice(1, 3):
-            some = dict(pred_logits=logits[part], pred_boxes=boxes[part], aux_outputs=[])
-            total = torch.tensor(detr.normalisers(counts, c, DEVICE))
-            total[1] = sum(counts)
-            with (patch.object(detr, 'WORLD', 2),
-                  patch.object(detr.dist, 'all_reduce', lambda sums: sums.copy_(total))):
-                losses.append(detr.set_loss(some, targets[part], c))
-        close(sum(losses) / 2, detr.set_loss(outputs, targets, c), 1e-6)
+        targets = detr_targets(*counts)
+        total = torch.tensor([detr.normalisers(counts, c, DEVICE)[0], sum(counts)])
+        with (patch.object(detr, 'WORLD', 2),
+              patch.object(detr.dist, 'all_reduce', lambda sums: sums.copy_(total))):
+            halves = [loss_of(part, targets) for part in (slice(0, 1), slice(1, 3))]
+        close(sum(halves) / 2, loss_of(every, targets), 1e-6)
     point = boxes[0, 0]
     close(detr.generalised_iou(0 * point, 0 * point), 0, 0)
     logits[0, 3, 2] = 99  # of five equal boxes, the surest of the class
@@ -1484,15 +1420,13 @@ def test_detr_cheapest_pairs():
     for n, m in itertools.product(range(6), range(6)):
         for cost in rng.normal(size=(n, m)), rng.integers(0, 3, (n, m)):
             small = cost if n <= m else cost.T
-            sums = [small[range(len(small)), list(chosen)].sum()
-                    for chosen in itertools.permutations(range(max(n, m)), min(n, m))]
+            least = min(small[range(len(small)), list(chosen)].sum()
+                        for chosen in itertools.permutations(range(max(n, m)), min(n, m)))
             for solve in detr.assign, detr.match:
                 rows, columns = solve(cost)
-                assert len(set(rows)) == len(set(columns)) == min(n, m), (rows, columns)
                 # in scipy's order sums have scipy's last bits
-                assert list(rows) == sorted(rows), rows
-                got = cost[rows, columns].sum()
-                assert abs(got - min(sums)) < 1e-9, (cost, got, min(sums))
+                assert list(rows) == sorted(set(rows)) and len(set(columns)) == min(n, m), cost
+                assert abs(cost[rows, columns].sum() - least) < 1e-9, (cost, rows, columns)
 
 def test_detr_ap_as_pycocotools():
     """What pycocotools gives: crowds, ties, areas unlike the boxes', a class without truth."""
@@ -1526,29 +1460,28 @@ def colours(image):
 
 def test_detr_shapes():
     """Boxes hug what is drawn, a kind of your own included; the same row is the same drawing."""
-    areas = dict(rectangle=1, disc=math.pi / 4, triangle=0.5, diamond=0.5)
+    areas, drawn = dict(rectangle=1, disc=math.pi / 4, triangle=0.5, diamond=0.5), set()
     with patch.dict(detr.SHAPES, diamond=lambda x, y, tip: abs(x - 0.5) + abs(y - 0.5) <= 0.5):
         data = detr.Shapes(60, 64)
-        drawings, drawn = [data[row, None] for row in range(60)], set()
-        close(drawings[7][0], data[7, None][0], 0)
-        for image, target in drawings:
-            if len(target['labels']) == 1:
+        close(data[7, None][0], data[7, None][0], 0)
+        for row in range(60):
+            image, target = data[row, None]
+            boxes = 64 * detr.corners(target['boxes'])
+            got = [annotation['bbox'] for annotation in target['annotations']]
+            close([[x, y, x + w, y + h] for x, y, w, h in got], boxes, 1e-4)
+            for pair in itertools.combinations(target['boxes'].tolist(), 2):
+                assert not detr.overlap(*pair), pair
+            if len(boxes) == 1:
                 image, name = colours(image), data.classes[target['labels']]
                 drawn.add(name)
                 y, x = np.nonzero(abs(image - np.median(image[:, 0])).max(0) > 0.25)
-                box = 64 * detr.corners(target['boxes'][0])
-                close(box, [x.min(), y.min(), x.max() + 1, y.max() + 1], 5)
+                close(boxes[0], [x.min(), y.min(), x.max() + 1, y.max() + 1], 5)
                 share = len(x) / (64 * target['boxes'][0, 2:]).prod()
                 # a shape of yours may have any
                 assert abs(share / areas.get(name, share) - 1) < 0.2, (target, share)
-        assert drawn == {*detr.SHAPES} >= {'diamond'}, drawn
-    for _, target in drawings:
-        boxes = 64 * detr.corners(target['boxes'])
-        got = [annotation['bbox'] for annotation in target['annotations']]
-        close([[x, y, x + w, y + h] for x, y, w, h in got], boxes, 1e-4)
-        for a, b in itertools.combinations(boxes, 2):
-            both = (torch.minimum(a, b)[2:] - torch.maximum(a, b)[:2]).clamp_min(0).prod()
-            assert both < 0.16 * min((x[2:] - x[:2]).prod() for x in (a, b)), (a, b)
+        assert drawn == {*detr.SHAPES}, drawn
+    for shift, answer in (0.33, True), (0.35, False):  # at 0.34 15 % are shared
+        assert detr.overlap([0, 0, 0.4, 0.4], [shift, 0, 0.4, 0.4]) == answer, shift
 
 def test_detr_batches():
     """A function of seed and step, whatever the number of micro-batches; what is smaller is padded
@@ -1576,18 +1509,16 @@ def test_detr_evaluation():
     targets = [data.val[row, None][1] for row in range(8)]
     rest = iter(targets)
     def oracle(images, mask):
-        boxes = torch.full((len(images), 5, 4), 0.5)
-        logits = torch.tensor([0.0, 0.0, 0.0, 25.0]).repeat(len(images), 5, 1)
-        for i in range(len(images)):
-            target = next(rest)
+        boxes = torch.full((4, 5, 4), 0.5)
+        logits = torch.tensor([0.0, 0.0, 0.0, 25.0]).repeat(4, 5, 1)
+        for i, target in zip(range(4), rest):
             n = len(target['labels'])
             boxes[i, :n] = target['boxes']
             logits[i, range(n), target['labels']] = 20.0
         return dict(pred_logits=logits.to(DEVICE), pred_boxes=boxes.to(DEVICE), aux_outputs=[])
     figures = detr.evaluate(oracle, data, c, DEVICE)
     assert figures['AP'] == figures['AP50'] == 1, figures
-    guesses = [detr.chance(some)['AP'] for some in (targets, targets[:1])]
-    assert guesses[0] < 0.2 and guesses[1] == 1, guesses
+    assert detr.chance(targets)['AP'] < 0.2 and detr.chance(targets[:1])['AP'] == 1
 
 COCO = dict(  # ids in no order: the labels of 9 and 4 are 1 and 0
     images=[dict(id=8, file_name='b.png', width=40, height=30),
@@ -1623,13 +1554,13 @@ def test_detr_annotations(tmp_path):
     """No crowds, no empty boxes, cut at the edges, and that is said; ids may be text or floats; a
     photo may show nothing; every tenth photo of a single split is for evaluation."""
     end = run(detr, *coco_folder(tmp_path), '--max-iters', 0, '--num-queries', 1)
-    assert '2 objects in one, and --num-queries 1 to find them' in end.out, end.out
+    assert 'up to 2 objects in one, to be found by --num-queries 1' in end.out, end.out
     said = 'of 4 boxes 1 are cut off at the edge of their photo, and 1 without area are left out'
     assert f'instances_val2017.json: {said}' in end.out, end.out
     c = detr_config(data=str(tmp_path), image_size=60)
-    typed = lambda kind: {part: [{**one, **{key: kind(one[key]) for key in one if 'id' in key[-2:]}}
-                                 for one in COCO[part]] for part in COCO}
-    for changes in {}, typed(str), typed(float):
+    text = json.dumps(COCO)
+    for id_as in r'\1', r'"\1"', r'\1.0':
+        changes = json.loads(re.sub(r'(?<=id": )(\d+)', id_as, text))
         write_annotations(tmp_path, 'train2017', **changes)
         with QUIET:
             train = detr.load_data(c).train
@@ -1666,8 +1597,8 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
             (['fractions'], every(4, [0.1, 0.1, 0.2, 0.3])),
             (['corners'], every(12, [9, 9, 39, 29])),
             (['b.png', 'width', '[0, 30]'], dict(images=[dict(image, width=0), other])),
-            (['lacks 1 of 2', 'c.png'], dict(images=[image, dict(other, file_name='c.png')])),
-            (['30 x 60', '20 x 30'], dict(images=[image, dict(other, width=20, height=30)])),
+            (['has no', 'c.png'], dict(images=[image, dict(other, file_name='c.png')])),
+            (['(30, 60)', '(20, 30)'], dict(images=[image, dict(other, width=20, height=30)])),
             (['no object'], dict(annotations=rest[1:])),
             (["COCO's form", 'NoneType'], dict(categories=None))):
         for split in ('train2017', 'val2017'):
@@ -1703,20 +1634,19 @@ def test_detr_transforms(tmp_path):
 
 @wants('PIL')
 def test_detr_photos(tmp_path):
-    """Photos that lie on their side, of 16 bits, damaged, too large."""
+    """Photos that lie on their side, of 16 bits, damaged."""
     from PIL import Image
     path, exif, flat = tmp_path / 'photo.png', Image.Exif(), drawn(40, 30)
     exif[0x0112] = 6  # the camera was held upright
     Image.fromarray(flat).save(path, exif=exif)
-    for size, want in (None, np.rot90(flat, -1)), ((40, 30), flat), ((30, 40), np.rot90(flat, -1)):
+    upright = np.rot90(flat, -1)
+    for size, want in (None, upright), ((40, 30), flat), ((30, 40), upright):
         assert np.array_equal(detr.read_photo(path, size), want), size
     greys = np.arange(0, 60000, 50, np.uint16).reshape(30, 40)
     Image.fromarray(greys).save(path)
     assert np.array_equal(np.asarray(detr.read_photo(path))[..., 0], greys // 256)
     done(detr, *tiny(detr, tmp_path, '--max-iters', 0))
     detect = ['detect', '--out-dir', tmp_path / 'out', '--device', DEVICE, '--images', path]
-    with patch.object(Image, 'MAX_IMAGE_PIXELS', 500):
-        refuse(detr, ['photo.png', 'bomb'], *detect)
     path.write_bytes(path.read_bytes()[:100])
     refuse(detr, ['photo.png'], *detect)
     refuse(detr, ['--images'], *detect[:-2])
@@ -1735,24 +1665,22 @@ def test_detr_detects(tmp_path):
     names = {file.name for file in tmp_path.glob('out/*/*/*.png')}
     assert names == {'curves.png', 'detections.png', 'found-1-a.png', 'found-2-b.png'}, names
     model = detr.DETR(detr_config(stride=8, cross_attention='no-weights')).to(DEVICE).eval()
-    attn = model.transformer.decoder['layers'][-1].multihead_attn
     x = torch.zeros(1, 2, 5, 16, device=DEVICE)
-    x[0, 1, :, 7] = 0.1  # of a grid of 4 x 4: the second row's last
-    with patch.object(attn, 'coefficients', lambda *_: (x, None)):
-        target = dict(image_id=0, orig_size=(9, 9))
-        found, light = detr.find(model, torch.ones(3, 32, 32), target, 0.0)
+    image = torch.ones(3, 32, 32)
+    scores = model(image[None].to(DEVICE))['pred_logits'][0].softmax(-1)[:, :-1].amax(-1)
+    x[0, 1, scores.argmax(), 7] = 0.1  # of a grid of 4 x 4: the second row's last
+    with patch.object(detr.MultiheadAttention, 'coefficients', lambda *_: (x, x[..., :8])):
+        found, light = detr.find(model, image, dict(image_id=0, orig_size=(9, 9)), 0.0)
     assert len(found) == 5 and found == sorted(found, key=lambda one: -one['score']), found
     assert light.sum() == light[8:16, 24:].sum() == 64, light
 
-def test_detr_trains(tmp_path):
-    """The printed formulas run, too; figures that are nan are not shown, and keep best.pt."""
-    for kind in 'admm-printed', 'admm-vanilla-printed', 'admm-vanilla':
-        end = run(detr, *tiny(detr, tmp_path, '--cross-attention', kind))
-        assert math.isnan(end.result['APl']) and ' nan' not in end.out, end.out  # none is large
+def test_detr_best(tmp_path):
+    """Figures that are nan are not shown, and keep best.pt."""
     nothing = dict.fromkeys(detr.PRECISIONS, math.nan)
-    with patch.object(detr, 'coco_ap', lambda *_: nothing), QUIET:
-        detr.train(detr.parse(tiny(detr, tmp_path))[1], tmp_path / 'nan')
-    assert detr.load_checkpoint(tmp_path / 'nan' / 'best.pt')['progress'][0] == 6
+    with patch.object(detr, 'coco_ap', lambda *_: nothing):
+        end = run(detr, *tiny(detr, tmp_path))
+    assert ' nan' not in end.out.partition('result')[0], end.out
+    assert load(end.result['folder'] / 'best.pt')['progress'][0] == 6
 
 def test_detr_init_files(tmp_path):
     """--init takes DETR's layout and torchvision's backbone, with the prefixes of wrappers; what a
@@ -1768,9 +1696,9 @@ def test_detr_init_files(tmp_path):
     end = run(detr, *flags, '--cross-attention', 'admm', '--num-queries', 4)
     assert 'fresh: query_embed.weight' in end.out, end.out
     torch.save(dict(model=state, config=dict(nheads=2)), file)
-    for words, *wrong in ((['layers.1'], '--dec-layers', 1), (['nheads 2'], '--nheads', 1),
-                          (['linear1'], '--dim-feedforward', 8)):
-        refuse(detr, words, *flags, *wrong)
+    for word, *wrong in (('layers.1', '--dec-layers', 1), ('nheads 2', '--nheads', 1),
+                         ('linear1', '--dim-feedforward', 8)):
+        refuse(detr, [word], *flags, *wrong)
     body = {key: p + 2 for key, p in detr.ResNet50().state_dict().items()}
     net = detr.DETR(detr_config(backbone='resnet50'))
     torch.save({**body, 'fc.weight': torch.ones(1)}, file)
@@ -1782,13 +1710,10 @@ def test_detr_init_files(tmp_path):
     refuse(detr, ['missing.pth'], *flags, '--init', tmp_path / 'missing.pth')
 
 def test_detr_mistakes():
+    """Beside those of test_mistakes."""
     for words, *argv in (
-            (['admm-printed'], '--cross-attention', 'lasso'),
-            (['--self-attention l2'], '--self-attention', 'l2'), (['rho'], '--rho', 1e-6),
-            (['power', '5'], '--power', 2), (['sparsity'], '--sparsity', 0),
-            (['--hidden-dim 64'], '--nheads', 5), (['num_queries 0'], '--num-queries', 0),
-            (['dropout'], '--dropout', 1.5), (['threshold'], '--threshold', 50),
-            (['prepare_data.py coco'], '--preset', 'paper', '--max-iters', 0),
+            (['--self-attention l2'], '--self-attention', 'l2'),
+            (['power', '5'], '--power', 2), (['--hidden-dim 64'], '--nheads', 5),
             (['--iterations'], '--cross-attention', 'admm-printed', '--iterations', 21)):
         refuse(detr, words, *argv)
 
@@ -1802,7 +1727,6 @@ def test_detr_facts_of_the_paper():
         grad_clip=0.1, learning_rate=1e-4, lr_backbone_ratio=0.1, weight_decay=1e-4,
         bbox_loss_coef=5, giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6,
         dec_layers=6, ridge=0, positive=False, centre=False, power=5, random_tokens=32)
-    has(detr.Config(), ridge=3, positive=True, centre=True, power=3, random_tokens=0)
     model = detr.DETR(detr_config(lr_backbone_ratio=0.01))
     rest, backbone = detr.make_optimizer(model, model.config).param_groups
     assert (rest['ratio'], backbone['ratio'], rest['weight_decay']) == (1, 0.01, 1e-4)
@@ -1824,8 +1748,6 @@ def mask_matrices(T):
              'last5': [offset(n) for n in range(5)],
              'windows': [window(5), window(10), first(5)],
              'first-all': [first(1), j <= i],
-             'window:64+sinks:4': [window(64), first(4) & ~window(64)],
-             'window:3+sinks:2': [window(3), first(2) & ~window(3)],
              'first:3+window:2+sinks:1': [first(3), window(2), first(1) & ~window(2)],
              'offset:1+first:2': [offset(1), first(2)]}
     return {masks: torch.stack(held).double().tril() for masks, held in found.items()}
@@ -1856,32 +1778,30 @@ def test_mask_readings_by_their_formulas():
 
 def test_mask_gradients():
     inputs = [t.requires_grad_() for t in (*qkv(1, 2, 5, 2), qkv(3)[0])]
-    log_c = mask.log_coefficients
-    for reading in mask.READINGS:
-        dense = lambda q, k, v, alpha: DENSE(q, k, v, 'windows', log_c(alpha), reading)
-        assert torch.autograd.gradcheck(dense, inputs), reading
-    blocked = lambda q, k, v, alpha: BLOCKED(q, k, v, 'windows', log_c(alpha))
-    assert torch.autograd.gradcheck(blocked, inputs)
+    for f, *reading in (BLOCKED,), *((DENSE, name) for name in mask.READINGS):
+        def attend(q, k, v, alpha):
+            return f(q, k, v, 'windows', mask.log_coefficients(alpha), *reading)
+        assert torch.autograd.gradcheck(attend, inputs), reading
 
 def test_mask_no_row_is_empty():
-    """With a kind of your own, too, every token attends to something, for every n."""
-    own = dict(stride=lambda i, j, n, far: (i - j) % n == 0,
-               later=lambda i, j, n, far: (j % n == 0) & (j > 0))
+    """With a kind of your own, too, a token without its own pair gets it; gradients are finite."""
+    later = lambda i, j, n, far: (j % n == 0) & (j > 0)
     q, k, v = [t.requires_grad_() for t in qkv(1, 2, 24, 4)]
     i = torch.arange(24, device=DEVICE)
-    with patch.dict(mask.KINDS, own):
-        for kind, n, reading in itertools.product(own, range(1, 12), mask.READINGS):
-            p = mask.attention_weights(q, k, f'{kind}:{n}', None, reading)
-            held = own[kind](i[:, None], i, n, 1) & (i <= i[:, None])
-            close((p > 0).int(), (held | torch.diag(~held.diagonal())).int(), 0)
+    held = later(i[:, None], i, 5, 1) & (i <= i[:, None])
+    held |= torch.diag(~held.diagonal())
+    with patch.dict(mask.KINDS, later=later):
+        assert not mask.is_local('window:2+later:5')  # blocks of keys would miss some
+        for reading in mask.READINGS:
+            p = mask.attention_weights(q, k, 'later:5', None, reading)
+            close((p > 0).int(), held.int(), 0)
             g, = torch.autograd.grad((p @ v).sum(), q)
-            assert g.isfinite().all(), (kind, n, reading)
+            assert g.isfinite().all(), reading
 
 def test_mask_blocked_equals_dense():
     """In every precision; gradients are finite."""
-    kinds = (torch.float, 2e-6), (torch.bfloat16, 3e-2), (torch.half, 3e-3)
-    for dtype, tolerance in kinds:
-        log_c = torch.tensor([0.0, -0.5], device=DEVICE)
+    log_c = torch.tensor([0.0, -0.5], device=DEVICE)
+    for dtype, tolerance in ((torch.float, 2e-6), (torch.bfloat16, 3e-2), (torch.half, 3e-3)):
         q, k, v = [t.requires_grad_() for t in qkv(2, 3, 200, 8, dtype=dtype)]
         y, z = [f(q, k, v, 'window:64+sinks:4', log_c) for f in (DENSE, BLOCKED)]
         close(y.double(), z.double(), tolerance)
@@ -1901,11 +1821,10 @@ def test_mask_small_coefficients():
         close(f(q, k, v, 'windows', far), f(q, k, v, 'windows', far + 200), 1e-5)
 
 def test_mask_kept_pairs():
-    """0.460 of the pairs at 256 tokens for window:64+sinks:4; 0.039 for last5."""
-    window, sinks = mask_matrices(256)['window:64+sinks:4'].sum((1, 2)) / (256 * 257 / 2)
-    half_closed = torch.tensor([[0.0, -20.0], [0.0, 0.0]], device=DEVICE)  # sinks, in one layer
-    close(mask.kept_pairs(half_closed, 'window:64+sinks:4', 256), window + sinks / 2, 1e-6)
-    close(mask.kept_pairs([torch.zeros(5, device=DEVICE)] * 3, 'last5', 256), 1270 / 32896, 1e-6)
+    """Of 256 tokens' pairs a window of 64 holds 14,368, and 4 sinks hold 762 more."""
+    alphas = torch.tensor([[0.0, -20.0], [0.0, 0.0]], device=DEVICE)  # sinks in one layer of two
+    kept = mask.kept_pairs(alphas, 'window:64+sinks:4', 256)
+    close(kept, (14368 + 762 / 2) / (256 * 257 / 2), 1e-6)
 
 def mask_golden_model():
     """A teacher with weights that anyone can make again, and tokens."""
@@ -1925,22 +1844,20 @@ def test_mask_teacher():
 def test_mask_teacher_files(tmp_path):
     """The record's teacher knows some English. Of other files config.json or --n-head tells the
     heads; a field or a tensor that makes another function of a GPT-2 is refused by its name."""
-    own = mask.load_gpt2(HERE / 'experiments' / 'teacher.pt')
     idx = torch.tensor([list(TEXT[:250].encode())])
-    loss = F.cross_entropy(own(idx)[0, :-1], idx[0, 1:])
-    assert own.config.n_head == 4 and loss < 3.5, (own.config, loss)  # log 256 is 5.5
+    own = mask.load_gpt2(HERE / 'experiments' / 'teacher.pt')
+    assert F.cross_entropy(own(idx)[0, :-1], idx[0, 1:]) < 3.5  # log 256 is 5.5
 
     net, idx = mask.GPT2(mask_config(vocab_size=256)), torch.arange(12)[None]
     plain = {f'transformer.{key}': p for key, p in net.state_dict().items()}
     plain.update({'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16),
                   'lm_head.weight': plain['transformer.wte.weight'].clone()})
-    files = [tmp_path / 'model.bin', tmp_path / 'wrapped.bin']
+    files = [tmp_path / 'model.bin']
     torch.save(plain, files[0])
-    torch.save(dict(state_dict={f'module.{key}': p for key, p in plain.items()}), files[1])
     if importlib.util.find_spec('safetensors'):
         from safetensors.torch import save_file
         files.append(tmp_path / 'model.safetensors')
-        save_file(plain, files[2])
+        save_file(plain, files[1])
     flags = tiny(mask, tmp_path, '--init', files[0])
     refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
     close(mask.load_gpt2(files[0], 2)(idx), net(idx), 0)
@@ -1950,14 +1867,14 @@ def test_mask_teacher_files(tmp_path):
         refuse(mask, [field], *flags)
     (tmp_path / 'config.json').write_text('{"n_head": 2}')
     for file in files:
-        close(mask.load_gpt2(file)(idx), net(idx), 0)
-    refuse(mask, ['--n-head 2'], *flags, '--n-head', 4)
-    wrong = [(key, {**plain, key: torch.ones(256, 16)}) for key in ('lm_head.weight', 'h.0.x')]
-    wrong.append(('400 tokens', {f'transformer.{key}': p for key, p in mask.GPT2(
-        mask_config(vocab_size=400)).state_dict().items()}))
-    for word, content in (*wrong, ('wte.weight', dict(wpe=plain)), ('model.bin', None)):
-        torch.save(content, files[0]) if content else files[0].write_bytes(b'damaged')
-        refuse(mask, [word], *flags)
+        close(mask.load_gpt2(file, 4)(idx), net(idx), 0)
+    for key in ('lm_head.weight', 'h.0.x'):
+        torch.save({**plain, key: torch.ones(256, 16)}, files[0])
+        refuse(mask, [key], *flags)
+    torch.save(mask.GPT2(mask_config(vocab_size=400)).state_dict(), files[0])
+    refuse(mask, ['400 tokens'], *flags)
+    torch.save(dict(wpe=plain['lm_head.weight']), files[0])
+    refuse(mask, ['wte.weight'], *flags)
     files[0].unlink()
     refuse(mask, ['prepare_data.py gpt2'], *flags)
 
@@ -1965,32 +1882,29 @@ def test_mask_what_a_student_trains():
     """It is a copy of the teacher, with masks. --learn says what trains, alphas have a rate of
     their own, and only a teacher's matrices decay."""
     teacher, idx = mask_golden_model()
-    neutral = mask.substitute(teacher, mask_config(masks='window:24'))
-    close(neutral(idx), teacher(idx), 1e-12)
-    def groups(net, **settings):
-        c = mask_config(weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2, **settings)
-        return {(g['lr'], g['weight_decay']) for g in mask.make_optimizer(net, c).param_groups}
     for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
-        model = mask.substitute(teacher, mask_config(masks='windows', learn=learn))
-        assert model.h[0].attn.alpha.shape == (3,), model.h[0].attn.alpha
+        model = mask.substitute(teacher, mask_config(masks='window:24', learn=learn))
+        close(model(idx), teacher(idx), 1e-12)  # a window of all 24 tokens
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         assert {name.split('.')[3] for name in names} == trained, (learn, names)
-    assert groups(model) == {(2e-3, 0), (0.2, 0)}, groups(model)
-    teacher = mask.GPT2(mask_config())
-    assert groups(teacher, stage='teacher') == {(2e-3, 0.3), (2e-3, 0)}
-    c = mask_config(max_iters=9, warmup_iters=3)
+
+    c = mask_config(weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2)
+    def rates(net, c):
+        return {(g['peak'], g['weight_decay']) for g in mask.make_optimizer(net, c).param_groups}
+    assert rates(model, c) == {(2e-3, 0), (0.2, 0)}, rates(model, c)
+    c = dataclasses.replace(c, stage='teacher', max_iters=9, warmup_iters=3)
+    assert rates(mask.GPT2(c), c) == {(2e-3, 0.3), (2e-3, 0)}, rates(mask.GPT2(c), c)
     close([mask.learning_rate(step, c, 8.0) for step in (0, 2, 3, 6, 9)], [2, 6, 8, 4.4, 0.8], 1e-6)
 
 def test_mask_loss():
     """Mean KL(teacher || student) and L1, by their formulas; logits are float32 under autocast."""
     teacher, idx = mask_golden_model()
-    c = mask_config(masks='windows', l1=0.5)
+    c = mask_config(masks='windows', l1=0.1)
     model = mask.substitute(teacher, c)
     p, q = teacher(idx).softmax(-1), model(idx).softmax(-1)
-    want = (p * (p / q).log()).sum(-1)
-    close(mask.token_kl(teacher(idx), model(idx)), want, 1e-9)
-    l1 = 0.5 * sum(alpha.sigmoid().sum() for alpha in model.alphas())
-    close(mask.loss_of(model, (idx, idx), c), want.mean() + l1, 1e-6)
+    kl = (p * (p / q).log()).sum(-1)
+    close(mask.token_kl(teacher(idx), model(idx)), kl, 1e-9)
+    close(mask.loss_of(model, (idx, idx), c), kl.mean() + 0.1 * 2 * 3 * 0.5, 1e-6)
     with torch.autocast(idx.device.type, torch.bfloat16):
         logits = mask.GPT2(mask_config()).to(DEVICE)(idx[:, :16] % 40)
         assert logits.dtype == torch.float32, logits.dtype
@@ -2052,25 +1966,22 @@ def mask_figures(model, x, y):
 
 def test_mask_criteria_and_edge_cases():
     """The report's edge cases: a padded batch, a token that is repeated, one constant token."""
-    teacher, _ = mask_golden_model()
-    c = mask_config(masks='window:3+sinks:1', batch_size=3, eval_rows=6)
-    data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
-    model = mask.substitute(teacher, c)
-    text = list(mask.validation(data, c, DEVICE))  # two batches
-    x, y = text[0]
+    teacher, idx = mask_golden_model()
+    model = mask.substitute(teacher, mask_config(masks='window:3+sinks:1'))
+    x, y = idx[:, :-1], idx[:, 1:]
     padded, repeated = y.clone(), x.clone()
-    padded[0, 5:], padded[1] = -1, -1
+    padded[0, 5:] = -1
     repeated[:, 4:12] = x[:, [4]]
-    for batches in (text, [(x, padded)], [(repeated, y)], [(x * 0, y * 0)]):
+    for batches in ([(x, y), (y, x)], [(x, padded)], [(repeated, y)], [(x * 0, y * 0)]):
         got = mask.fidelity(model, batches)
         x, y = map(torch.cat, zip(*batches))
         for key, value in mask_figures(model, x, y).items():
             close(got[key], value, 2e-5 * (1 + abs(value)))
     nothing = mask.fidelity(model, [(x, y * 0 - 1)])  # all padding
     assert (nothing['kl'], nothing['mse'], nothing['accuracy']) == (0, 0, 0), nothing
-    for name, good, bad in (('accuracy', 0.95, 0.94), ('cosine', 0.95, 0.94), ('mse', 1e-4, 2e-4),
-                            ('kl', 1e-3, 2e-3)):
-        assert mask.passes(name, good) and not mask.passes(name, bad), name
+    for name, limit, worse in (('accuracy', 0.95, 0.94), ('cosine', 0.95, 0.94),
+                               ('mse', 1e-4, 2e-4), ('kl', 1e-3, 2e-3)):
+        assert mask.passes(name, limit) and not mask.passes(name, worse), name
 
 def test_mask_memory():
     """Eager attention holds its scores and more; blocks need far less. Of the Lasso, all rows."""
@@ -2092,7 +2003,7 @@ def test_mask_two_stages(tmp_path):
         end = run(mask, *flags)
     teacher = tmp_path / 'out/mask_distill-teacher/teacher-s1337'
     assert end.code == 130 and f'--resume --folder {teacher}' in end.out, end.out
-    again = run(mask, '--resume', '--folder', teacher)
+    again = run(mask, '--resume', '--folder', teacher, *CPU)
     file = re.search(r'--init (\S+)', again.out)[1]
     assert again.result['step'] == 30 and file == str(teacher / 'best.pt'), again.out
 
@@ -2104,18 +2015,16 @@ def test_mask_two_stages(tmp_path):
     close(end['kl'], losses[-1], 1e-6)
     both = done(mask, *flags, '--out-dir', tmp_path / 'both')  # in one go
     assert [row['val_loss'] for row in both['log']] == losses
-    refuse(mask, ['teacher.wte.weight'], *flags, '--init', end['folder'] / 'ckpt.pt')
     refuse(mask, ['--folder'], 'teacher', '--resume', '--out-dir', tmp_path / 'out')
 
     shutil.rmtree(teacher)
     last = ['--out-dir', (tmp_path / 'out').rename(tmp_path / 'moved'), *CPU]
     longer = done(mask, '--resume', *last, '--max-iters', 50)
-    assert longer['step'] == 50, longer
     texts = done(mask, 'sample', *last, '--new-tokens', 5)
     assert all(prompt in texts for prompt in mask.PROMPTS), texts
     few, whole = [run(mask, 'criteria', *last, '--eval-rows', rows) for rows in (8, 0)]
     assert few.result['kl'] == longer['kl'] != whole.result['kl'], (few.result, longer)
-    assert 'by 16 sequences' in whole.out, whole.out
+    assert 'on 16 sequences' in whole.out, whole.out
 
 def test_mask_l1_in_training(tmp_path):
     """L1 lets both alphas of 'first-all' fall, as the report saw."""
@@ -2131,13 +2040,9 @@ def test_mask_mistakes(tmp_path):
         refuse(mask, ['--masks', 'window:N'], *flags, '--masks', bad)
     for flag, bad in (('--n-head', 3), ('--vocab-size', 100), ('--block-size', 5000)):
         refuse(mask, [f'{flag} {bad}'], *flags, flag, bad)
-    for flag, bad in (('n_head', -1), ('samples', -1), ('l1', -1.0), ('min_lr_ratio', 1.5)):
-        refuse(mask, [f'{flag} {bad}'], *flags, '--' + flag, bad)
 
 def test_mask_report004():
-    """1,000 samples of 512 tokens, 100 epochs, L1. A teacher has settings of its own."""
-    has(mask.as_teacher(mask.Config(samples=9)), stage='teacher', max_iters=600,
-        learning_rate=2e-3, warmup_iters=100, samples=0)
+    """100 epochs of 1,000 samples of 512 tokens, five masks, L1."""
     c = mask.Config(**mask.PRESETS['report004'])
     has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
@@ -2542,7 +2447,7 @@ def test_resume_bit_for_bit(tmp_path):
             end = run(script, *flags)
             assert end.code == 130, (script.SCRIPT, end.err)
         words = shlex.split(end.out.splitlines()[-1].partition('.py ')[2])
-        end = run(script, *words)
+        end = run(script, *words, *CPU)
         assert end.code == 0 and 'from step 3' in end.out, (script.SCRIPT, end.err)
         for name in ('ckpt.pt', 'best.pt'):
             want, got = load(where / name), load(end.result['folder'] / name)
@@ -2550,7 +2455,7 @@ def test_resume_bit_for_bit(tmp_path):
             assert want['scaler'] == got['scaler']
             assert want['scaler'].get('scale', 1) > 1 or dtype == 'float32'
         logs = [[{**row, 'seconds': 0} for row in result['log']]
-                for result in (done(script, '--resume', '--folder', where), end.result)]
+                for result in (done(script, '--resume', '--folder', where, *CPU), end.result)]
         assert repr(logs[0]) == repr(logs[1]), script.SCRIPT  # repr: there may be nan
         text = (where / 'log.csv').read_text()
         assert text.count('\n') == 4 and text.startswith('step,'), text
@@ -2944,7 +2849,7 @@ def test_compare_and_bench(tmp_path):
         assert len(first) == len(second) == 4 and min(first + second) > 0
         assert f'{np.median(np.divide(second, first)[2:]):.3f} (' in bench.out
     flags = ['mask_distill', *tiny(mask, tmp_path), '--init', mask_teacher(tmp_path)]
-    rows = done(compare, *flags, '--sweep', 'max_iters=0,2', '--seeds', '0')  # untrained masks, too
+    rows = done(compare, *flags, '--sweep', 'max_iters=0,2', '--seeds', '0')  # 0: untrained masks
     assert len(rows) == 2 and rows[0]['mean'] != rows[1]['mean'], rows
 
 @wants('scipy')
@@ -2953,8 +2858,8 @@ def test_compare_with_a_file(tmp_path):
     """--with adds a variant, in other processes too; its version stands in the rows."""
     (tmp_path / 'mine.py').write_text('import attentionx_gpt as gpt\n'
                                       "gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n")
-    flags = ['attentionx_gpt', *tiny(gpt, tmp_path), '--with', tmp_path / 'mine.py', '--sweep',
-             'attention=softmax,mine', '--seeds', '0', '--csv', tmp_path / 'a.csv']
+    flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--with', tmp_path / 'mine.py',
+             '--sweep', 'attention=softmax,mine', '--seeds', '0', '--csv', tmp_path / 'a.csv']
     with patch.dict(gpt.ATTENTION):
         rows = done(compare, *flags, '--workers', 2)
         assert [row['case'] for row in rows] == ['softmax', 'mine'] and rows[1]['diff'] != 0

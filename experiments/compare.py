@@ -193,9 +193,9 @@ def load(name, extra):
         spec.loader.exec_module(sys.modules[spec.name])
     return script
 
-def processor():
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def processor(device):
+    if device.type == 'cuda':
+        return 'CUDA {}.{}'.format(*torch.cuda.get_device_capability(device))
     if Path('/proc/cpuinfo').exists():  # Linux
         names = re.findall(r'model name\s*: (.*)', Path('/proc/cpuinfo').read_text())
         return names[0] if names else platform.machine()
@@ -205,10 +205,11 @@ def train_one(name, extra, case, c, folder):
     """Train c -> a row: its settings, versions and results. Its log goes into folder."""
     script = load(name, extra)
     metric, better = METRIC[name]
+    device, _ = script.pick_device(c)
     row = dict(case=case, **settings_of(script, c), script=script.VERSION)
     if extra:
         row['with'] = blob(extra)
-    row.update(torch=torch.__version__, python=platform.python_version(), machine=processor())
+    row.update(torch=torch.__version__, python=platform.python_version(), machine=processor(device))
     try:
         model, log = script.train(c)
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +260,7 @@ def train_all(script, cases, seeds, role, o):
     rows = read_rows(o.csv) if o.csv.exists() else []
     if any(row.get(key) != versions.get(key) for row in rows for key in ('script', 'with')):
         fail(f'{o.csv} has rows of another version of {script.SCRIPT}.py, or of --with: '
-                    'name another file with --csv')
+             'name another file with --csv')
     wanted = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
     settings = [settings_of(script, c) for _, c in wanted]
     for row in rows:  # a run that judged may choose now
@@ -443,7 +444,7 @@ def main(argv=None):
     script, best = load(o.script, o.extra), {}
     if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
         fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
-                    'chosen a setting would favour it')
+             'chosen a setting would favour it')
     if o.from_csv:
         rows = [row for path in o.from_csv for row in read_rows(path)]
         if o.tune:

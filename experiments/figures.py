@@ -74,7 +74,7 @@ def draw_residuals(ax):
     corner = alpha * V + np.array([(0.0, 0.22), (-0.22, 0.22), (-0.22, 0.0)])
     ax.plot(*corner.T, color=GREEN, lw=1.2)
     ax.set(xlim=(-0.9, 4.1), ylim=(-0.5, 2.2), title='Pass on a difference')
-    explain(ax, 0, RED, 'AttentionX:  $V - \\gamma\\,\\mathrm{MH}$  (here $\\gamma = 1$)',
+    explain(ax, 0, RED, 'AttentionX:  $V - \\gamma\\,\\mathrm{MH}$  (drawn for $\\gamma = 1$)',
             'attentionx_gpt', 'v - gamma * mh')
     explain(ax, 2, GREEN, 'BeliefFormer:  $\\mathrm{MH} - \\alpha V$',
             'attentionx_gpt', 'orthogonal(mh, v, (-2, -1))')

@@ -4,9 +4,10 @@ r"""Memory and time of attention: the report's fifth criterion, and one Lasso la
         --n-embd 768 --vocab-size 50257 --block-size 2048  # GPT-2, with random weights
     python experiments/memory.py lasso
 
-The first compares, in float32, full attention as it is defined (eager), PyTorch's fused kernel,
-which stores no T x T matrix either, and masks, which save no weights and no logits. Its flags are
-those of mask_distill.py; by default a sequence has 1,024 tokens.
+The first compares three kinds of attention in float32: eager, which stores T x T scores; fused,
+PyTorch's kernel, which does not; and masks in blocks, which need not either. Weights and logits
+take the same room in all three. Its flags are those of mask_distill.py; by default a sequence has
+1,024 tokens.
 """
 import math
 import os
@@ -29,9 +30,9 @@ def milliseconds(f):
     return 1000 * timer.blocked_autorange(min_run_time=1).median
 
 def peak(f, device):
-    """The most MiB that f() holds at once. CUDA counts them. A CPU does not, but PyTorch's
-    profiler notes every allocation and, as a negative size, every release: the largest sum of
-    those so far is the peak."""
+    """The most MiB that f() holds at once. CUDA counts them. On a CPU, PyTorch's profiler lists
+    the size of every allocation and, negative, of every release: their largest running sum is the
+    peak."""
     if device.type == 'cuda':
         f()  # so that cuBLAS has its workspace
         before = torch.cuda.memory_allocated(device)
@@ -47,14 +48,14 @@ def peak(f, device):
 
 # ------------------------------------ the report's masks ------------------------------------
 def eager(self, q, k, v, maps=None):
-    """In place of SelfAttention.attend: full attention with all its scores."""
+    """Replaces SelfAttention.attend: full attention that stores its scores."""
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, T, T)
     future = torch.ones(S.shape[2:], dtype=torch.bool, device=q.device).triu(1)
     return F.softmax(S.masked_fill(future, -math.inf), -1) @ v
 
 def measure(model, c, device):
-    """Attention alone, and the whole model with its weights, for one sequence -> {what: figure}.
-    [MA Sec. 2.4]"""
+    """Memory and time for one sequence, of one layer's attention alone and of the whole model with
+    its weights -> {name: figure}.  [MA Sec. 2.4]"""
     T, attn = c.block_size, model.h[0].attn
     weights = sum(p.nbytes for p in model.parameters()) / 2**20
     idx = torch.arange(T, device=device)[None] % c.vocab_size  # (1, T)
@@ -75,7 +76,7 @@ def measure(model, c, device):
             'attention, ms': milliseconds(attention)}
 
 def masks(argv):
-    """Print a row for each figure -> {kind of attention: its figures}."""
+    """Print a row for each figure -> {kind of attention: {name: figure}}."""
     _, c = mask_distill.parse(['--block-size', '1024', *argv])
     c = replace(c, vocab_size=c.vocab_size or 256)
     device, _ = mask_distill.pick_device(c)
@@ -118,7 +119,7 @@ def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = layer(name)  # (held: its storage's address must not be used again)
+            out = layer(name)  # kept alive, so that no address is used twice
         ms = milliseconds(lambda: layer(name).sum().backward())
         print(f'{name:14}{ms:8.0f} ms, {sum(kept.values()) / 2**20:6.1f} MiB kept for backward')
 
