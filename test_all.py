@@ -2480,14 +2480,17 @@ def test_resume_and_folders(tmp_path):
         longer = run(script, '--resume', *flags, '--max-iters', 9)
         assert longer.result['step'] == 9 and 'from step 6' in longer.out, longer.out
         assert 'changed' not in longer.out
-        with patch.object(script, 'VERSION', 'another'):
-            assert 'has changed' in run(script, '--resume', *flags, '--max-iters', 9).out
+        out = io.StringIO()
+        with patch.object(script, 'VERSION', 'another'), contextlib.redirect_stdout(out):
+            script.parse(['--resume', *flags, '--max-iters', '9'])
+        assert 'has changed' in out.getvalue()
         refuse(script, ['--max-iters 6', 'step 9'], '--resume', *flags)
         refuse(script, ['--learning-rate', 'stays'], '--resume', *flags, '--max-iters', 9,
                '--learning-rate', 0.5)
         refuse(script, ['--folder'], *flags, '--folder', second['folder'])
         refuse(script, ['ckpt.pt'], '--resume', *flags, '--folder', tmp_path / 'nowhere')
-        refuse(script, ['no such data', 'no-such-data'][1:], *flags, '--data', 'no-such-data')
+        refuse(script, ['no-such-data'], *flags, '--data', 'no-such-data')
+        refuse(script, ['nowhere.pt'], *flags, '--init', tmp_path / 'nowhere.pt')
         assert len([*first.result['folder'].parent.glob('*')]) == 2  # a mistake uses up no number
 
 def test_own_data_and_folder(tmp_path):

@@ -309,7 +309,7 @@ def choose(script, field, rows):
         means = {case: np.mean([row[metric] for row in cases[case]]) for case in order}
         chosen = better(order, key=means.get)
         star = ' *' if chosen in (order[0], order[-1]) else ''
-        print(f'{chosen + star:26}' + '   '.join(
+        print(f'{chosen + star:25} ' + '   '.join(
             f'{cases[case][0][field]:g}: {means[case]:.4f} x {len(cases[case])}' for case in order))
         best[chosen] = [(cases[case][0][field], means[case]) for case in order]
     return best
@@ -450,7 +450,8 @@ def main(argv=None):
         if o.tune:
             best = choose(script, o.tune, [r for r in rows if r['role'] == 'choosing'] or rows)
             rows = [row for row in rows if row['case'] in best]
-        return tabulate(script, [row for row in rows if row['role'] == 'judging'], o.metric)
+        judging = [row for row in rows if row['role'] == 'judging']
+        return tabulate(script, judging, o.metric) if judging or not best else []
 
     if 'teacher' in script.ACTIONS and not any(word.startswith('--init') for word in flags):
         made = script.main(['teacher', *flags])
