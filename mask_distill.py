@@ -258,7 +258,6 @@ class Config:
     temperature: float = 0.8       # sample: 0 takes the likeliest token
 
     def __post_init__(self):
-        check(self)
         candidates(self.masks)  # fails where there is no such mask
         if not self.init and self.n_embd % self.heads:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.heads}')
@@ -284,12 +283,9 @@ PRESETS = {
                       grad_accum_steps=2, max_iters=12500,  # 100 epochs of 125 steps
                       learning_rate=1e-4, eval_interval=250, threads=0),
 }
-LOWEST = {**dict.fromkeys(('n_layer', 'n_embd', 'block_size', 'batch_size', 'grad_accum_steps',
-                           'eval_interval', 'log_interval'), 1),
-          **dict.fromkeys(('l1', 'alpha_lr', 'teacher_iters', 'teacher_lr', 'n_head', 'positions',
-                           'vocab_size', 'samples', 'seed', 'max_iters', 'learning_rate',
-                           'min_lr_ratio', 'warmup_iters', 'weight_decay', 'grad_clip',
-                           'eval_rows', 'threads', 'new_tokens', 'temperature'), 0)}
+# smallest and largest values; where none is given, 0 and no limit
+LOWEST = dict.fromkeys(('n_layer', 'n_embd', 'block_size', 'batch_size', 'grad_accum_steps',
+                        'eval_interval', 'log_interval'), 1)
 HIGHEST = dict(min_lr_ratio=1)
 CHOICES = {
     'reading': READINGS, 'learn': ('alphas', 'attention'), 'stage': ('teacher', 'student'),
@@ -889,19 +885,6 @@ def sample(c):
 SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'': a notebook's cell
 VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # as git names the file
 
-def check(c):
-    """Refuse settings that are not among their choices, or out of range."""
-    for name, value in vars(c).items():
-        if name in CHOICES and value not in CHOICES[name]:
-            choices = ', '.join(map(str, CHOICES[name]))
-            fail(f'{name} {value}: choose from {choices}')
-        if name in LOWEST and not value >= LOWEST[name]:  # "not" catches nan, too
-            fail(f'{name} {value}: must be at least {LOWEST[name]}')
-        if name in HIGHEST and not value <= HIGHEST[name]:
-            fail(f'{name} {value}: must be at most {HIGHEST[name]}')
-    if c.batch_size % WORLD:
-        fail(f'{WORLD} processes cannot share --batch-size {c.batch_size} evenly')
-
 def pick_device(c):
     """Device, and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
     name, dtype = c.device, c.dtype
@@ -1084,12 +1067,16 @@ def parse(argv=None):
     p.add_argument('--preset', choices=PRESETS, help='a set of settings; flags override it')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(nargs='+')}
     for f in fields(Config):
-        kind = kinds.get(f.type, dict(type=f.type))
-        flag = '--' + f.name.replace('_', '-')
-        p.add_argument(flag, '--' + f.name, help=argparse.SUPPRESS, **kind)
+        kind = kinds.get(f.type, dict(type=f.type, choices=CHOICES.get(f.name)))
+        spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
+        p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset', 'tiny')
     given = {**PRESETS[preset], **given}
+    for name, value in given.items():
+        lowest, highest = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
+        if type(value) in (int, float) and not lowest <= value <= highest:  # nan is not, either
+            fail(f'--{name.replace("_", "-")} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
     if not given.get('resume') or not folder:  # --resume before the first run: this is the first
         if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
@@ -1114,6 +1101,8 @@ def main(argv=None):
     action, c = parse(argv)
     if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
         fail('--compile needs a C++ compiler: install one, or give --no-compile')
+    if c.batch_size % WORLD:
+        fail(f'{WORLD} processes cannot share --batch-size {c.batch_size} evenly')
     if WORLD > 1 and 'MASTER_ADDR' not in os.environ:
         fail(f'WORLD_SIZE={WORLD} is set without the rest of what torchrun sets: unset it')
     if WORLD > 1:

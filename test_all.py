@@ -1102,8 +1102,8 @@ def test_vit_diagnose():
 def test_vit_mistakes(tmp_path):
     """What a setting must be is said with its name and value."""
     flags = tiny(vit, tmp_path)
-    for name, value in dict(depth=0, dropout=1.5, learning_rate=math.nan, model='vit').items():
-        refuse(vit, [f'{name} {value}'], *flags, '--' + name, value)
+    for name, value in dict(depth=0, dropout=1.5, warmup_iters=-1, model='vit').items():
+        refuse(vit, [name.replace('_', '-'), str(value)], *flags, '--' + name, value)
     refuse(vit, ['--patch-size 3'], *flags, '--patch-size', 3)
     refuse(vit, ['--images'], 'predict', *flags)
     refuse(vit, ['no such folder', 'prepare_data.py'], *flags, '--data', 'nowhere')
@@ -2683,11 +2683,15 @@ def test_mistakes(tmp_path):
         refuse(script, ['no run'], *action, *flags)
         refuse(script, ['--sed'], *flags, '--sed', '3')
         refuse(script, ['trane', 'train, '], 'trane')
-        for name, lowest in script.LOWEST.items():
-            refuse(script, [name, f'at least {lowest}'], '--' + name, lowest - 1)
+        for field in dataclasses.fields(script.Config):
+            if field.type in (int, float) and field.name not in script.CHOICES:
+                flag = '--' + field.name.replace('_', '-')
+                lowest = script.LOWEST.get(field.name, 0)
+                refuse(script, [flag, f'from {lowest} to'], flag, lowest - 1)
         for name, highest in script.HIGHEST.items():
-            refuse(script, [name, f'at most {highest}'], '--' + name, highest + 1)
-            refuse(script, [name], '--' + name, 'nan')
+            flag = '--' + name.replace('_', '-')
+            refuse(script, [flag, f'to {highest}'], flag, highest + 1)
+            refuse(script, [flag], flag, 'nan')
         refuse(script, ['dtype', 'float32'], '--dtype', 'float8')
         refuse(script, ['no-such-data', 'prepare_data.py'], *flags, '--data', 'no-such-data')
         if not torch.cuda.is_available():
@@ -2804,8 +2808,8 @@ def test_compare_mistakes(tmp_path):
                         (['no such file'], ['--from-csv', tmp_path / 'none.csv']),
                         (['--tune', '--sweep'], ['--tune', 'gamma']),
                         (['no such Python file'], ['--with', tmp_path / 'none.py']),
-                        (['--attention'], ['--sweep', 'attention=mine'])):
-        refuse(compare, words if '--attention' not in words else ['attention mine'], *flags, *more)
+                        (['--attention', 'mine'], ['--sweep', 'attention=mine'])):
+        refuse(compare, words, *flags, *more)
     patched, runs = fake(lambda c: 1.0)
     with patched:
         run(compare, *flags, '--sweep', 'gamma=2')
