@@ -6,6 +6,7 @@ r"""Train variants of one script on the same batches and seeds, and tabulate the
         --tune learning_rate --seeds 0,1,2 --test-seeds 11,12,13  # each at a rate of its own
     python experiments/compare.py attentionx_gpt --with mine.py --sweep attention=softmax,mine
     python experiments/compare.py attentionx_gpt --from-csv experiments/runs/gpt-common.csv
+    python experiments/compare.py admm_detr --from-csv experiments/runs/detr-cross.csv --against l2
     python experiments/compare.py attentionx_gpt --bench --sweep attention=softmax,belief
 
 All other flags go to the script: --preset t4, --max-iters 1000. Each run is a row of a csv file:
@@ -308,9 +309,13 @@ def choose(script, field, rows):
         best.append(chosen)
     return best
 
-def group_by_case(script, rows):
+def group_by_case(script, rows, against):
     """Rows by case, {name: {seed: row}}, the baseline first."""
     baseline, cases = BASELINE[script.SCRIPT], {}
+    if against:
+        baseline = dict(case=against)
+        if against not in [row['case'] for row in rows]:
+            fail(f'--against {against}: there is no such row')
     for row in sorted(rows, key=lambda row: any(row.get(key) != x for key, x in baseline.items())):
         runs = cases.setdefault(row['case'], {})
         if row['seed'] in runs:
@@ -319,16 +324,15 @@ def group_by_case(script, rows):
     return cases
 
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
-def tabulate(script, rows, metric=None):
+def tabulate(script, rows, metric, against=None):
     """Print a line for each case: mean, difference from the first case paired by seed, the interval
     that holds at 95 % for all rows together (Bonferroni), and its own p -> a dict for each line."""
-    metric = metric or RESULTS[script.SCRIPT][0]
     if not rows:
         fail('all of these runs chose, and none judges yet')
     columns = dict.fromkeys(name for row in rows for name in row)
     if metric not in columns:
         fail(f'--metric {metric}: choose from {", ".join(columns)}')
-    cases = group_by_case(script, rows)
+    cases = group_by_case(script, rows, against)
     first, *rest = cases.values()
     tests = max(1, sum(len(runs) > 1 for runs in rest))
     others = [name for name in (*RESULTS[script.SCRIPT], 'seconds')
@@ -358,6 +362,10 @@ def tabulate(script, rows, metric=None):
             text += f' {line[name]:{max(9, len(name))}.4g}'
         print(f'{case:26}' + text.replace('+nan', '   -').replace('nan', '  -'))
     return table
+
+def tables(script, rows, o):
+    """Print a table for every metric -> the lines of all of them."""
+    return [line for metric in o.metric for line in tabulate(script, rows, metric, o.against)]
 
 def draw(path, metric, table):
     """The differences with their intervals."""
@@ -412,12 +420,14 @@ def parse(argv):
     p.add_argument('--test-seeds', default='', help='with --tune: other seeds, which judge')
     p.add_argument('--csv', type=Path, help='where rows are kept; default: in out/SCRIPT')
     p.add_argument('--from-csv', nargs='+', help='tabulate these files, train nothing')
-    p.add_argument('--metric', help='the figure to compare; default: the first of RESULTS')
+    p.add_argument('--metric', nargs='+', help='figures to compare; default: the first of RESULTS')
+    p.add_argument('--against', help='the row that differences are taken from; default: softmax')
     p.add_argument('--workers', type=int, default=1, help='runs at a time, on all GPUs')
     p.add_argument('--bench', action='store_true', help='time a training step instead')
     p.add_argument('--rounds', type=int, default=20, help='of --bench')
     o, flags = p.parse_known_args(argv)
     o.tune = o.tune.replace('-', '_')
+    o.metric = o.metric or RESULTS[o.script][:1]
     for text in (o.seeds, o.test_seeds):
         if not re.fullmatch(r'(\d+(,\d+)*)?', text):
             fail(f'seeds {text}: give whole numbers with commas, such as 0,1,2')
@@ -439,8 +449,8 @@ def main(argv=None):
         if o.tune:
             best = choose(script, o.tune, [r for r in rows if r['role'] == 'choosing'] or rows)
             rows = [row for row in rows if row['case'] in best]
-        judging = [row for row in rows if row['role'] == 'judging']
-        return tabulate(script, judging, o.metric) if judging or not best else []
+        rows = [row for row in rows if row['role'] == 'judging']
+        return tables(script, rows, o) if rows or not best else []
 
     if 'teacher' in script.ACTIONS and not re.search('--init|init=', ' '.join(flags + o.sweep)):
         made = script.main(['teacher', *flags])
@@ -463,9 +473,9 @@ def main(argv=None):
         rows = [row for row in rows if row['case'] in best]
     if o.test_seeds:
         rows = train_all(script, cases, o.test_seeds, 'judging', o)
-    table = tabulate(script, rows, o.metric)
-    draw(o.csv.with_suffix('.png'), o.metric or RESULTS[o.script][0], table)
-    return table
+    lines = tables(script, rows, o)
+    draw(o.csv.with_suffix('.png'), o.metric[0], lines[:len(lines) // len(o.metric)])
+    return lines
 
 if __name__ == '__main__':
     try:
