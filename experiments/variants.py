@@ -1,4 +1,4 @@
-r"""Three rows that people argue about, added to attentionx_gpt.py from outside.
+r"""Three variants from other papers, for attentionx_gpt.py.
 
     python experiments/compare.py attentionx_gpt --with experiments/variants.py \
         --sweep attention=softmax,differential,gated,laplacian
@@ -8,8 +8,8 @@ r"""Three rows that people argue about, added to attentionx_gpt.py from outside.
     gated           MH * sigmoid(X W_g)                                           arXiv 2505.06708
     laplacian       V - MH in one half of the heads, MH in the other              arXiv 2602.09297
 
-A row that needs MH and V alone is a function; one with parameters of its own is a subclass of
-CausalSelfAttention. Loading this file adds the rows and does nothing else.
+A variant that needs only MH and V is a function; one with parameters of its own is a subclass of
+CausalSelfAttention. Loading this file adds them to ATTENTION and does nothing else.
 """
 import math
 import sys
@@ -26,14 +26,14 @@ class Differential(gpt.CausalSelfAttention):
     """(softmax(Q_1 K_1^T / sqrt(hs)) - lambda softmax(Q_2 K_2^T / sqrt(hs))) V, normalised.
 
     T. Ye et al., Differential Transformer, arXiv 2410.05258: the difference cancels the noise that
-    both maps share. Two of softmax's heads become one: the first gives Q_1 and K_1, the second Q_2
-    and K_2, and V is as wide as both (n_head must be even). In every layer
+    both maps share. Two of softmax's heads become one, so n_head must be even: the first gives Q_1
+    and K_1, the second Q_2 and K_2, and both give V. In each layer, counted from 0,
 
         lambda = exp(a_1 . b_1) - exp(a_2 . b_2) + lambda_init
         lambda_init = 0.8 - 0.6 exp(-0.3 layer)
 
-    with learned a_1, b_1, a_2, b_2 that all its heads share. RMSNorm runs over a head's channels;
-    [choice] its eps and its learned scale are those of the authors' code.
+    with learned a_1, b_1, a_2, b_2, which its heads share. RMSNorm is over the channels of a head;
+    [choice] eps and a learned scale as in the authors' code.
     """
     def __init__(self, c, layer):
         super().__init__(c, layer)
@@ -60,10 +60,9 @@ class Differential(gpt.CausalSelfAttention):
         return self.c_proj(heads.flatten(2))
 
 class Gated(gpt.CausalSelfAttention):
-    """MH * sigmoid(X W_g), entry by entry; X is what the layer's norm passes to attention.
+    """MH * sigmoid(X W_g), elementwise; X is the input of attention, after the norm.
 
-    Z. Qiu et al., Gated Attention for Large Language Models, arXiv 2505.06708. W_g has as many
-    parameters as the output projection.
+    Z. Qiu et al., Gated Attention for Large Language Models, arXiv 2505.06708.
     """
     def __init__(self, c, layer):
         super().__init__(c, layer)
@@ -76,9 +75,9 @@ class Gated(gpt.CausalSelfAttention):
         return self.c_proj(mh.flatten(2) * gate)
 
 def laplacian(mh, v, gamma):
-    """V - MH in the first half of the heads, MH in the second.  arXiv 2602.09297
+    """AttentionX with gamma 1 in the first half of the heads, softmax in the second.
 
-    mh and v (B, T, nh, hs) -> (B, T, nh, hs). AttentionX with gamma 1 beside softmax.
+    mh and v (B, T, nh, hs) -> (B, T, nh, hs).  arXiv 2602.09297
     """
     half = mh.size(2) // 2
     return torch.cat([(v - mh)[:, :, :half], mh[:, :, half:]], dim=2)
