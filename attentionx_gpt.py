@@ -6,28 +6,28 @@
 
 Attention tells a token what its neighbours say: MH = softmax(QK^T / sqrt(d)) V, a weighted sum of
 values. The papers argue that a layer should pass on how far that sum disagrees with the token's own
-value V. AttentionX subtracts one from the other; BeliefFormer keeps the part of MH that is
-orthogonal to V. Both only need MH and V, so fused attention kernels still work.
+value V. AttentionX passes on V - gamma MH; BeliefFormer passes on the part of MH that is orthogonal
+to V. Both need only MH and V, so fused attention kernels still work.
 
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
 
-The residual comes from PDMM, an algorithm for problems that the nodes of a graph solve together
+The idea comes from PDMM, an algorithm by which the nodes of a graph solve a problem together
 [BF Eq. 1-5]: each node minimises its own cost, and neighbours keep exchanging how far their
-solutions disagree. Read tokens as nodes, softmax(QK^T) as edges, V as what a node has found so far
-and the MLP as its own cost: then V - MH is how far token i disagrees with its neighbours.
+solutions disagree. In a transformer the tokens are the nodes, attention gathers what the neighbours
+found, the MLP works on each alone, and V - MH is how far a token disagrees with its neighbours.
 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    the same, gamma learned ([choice] one per head)      attentionx-learned
+    [AX2 Sec. 5]    one learned parameter: [choice] gamma, by head       attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
     [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
     [AX2 Sec. 4]    gamma = 3 elsewhere; [AX1 Sec. 4.2]: 0.5             default_gamma
-    [BF Eq. 11]     ||Delta|| <= ||MH|| (figures: as in BF's Fig. 3)     diagnose
+    [BF Eq. 11]     ||Delta|| <= ||MH|| (compare BF's Fig. 3)            diagnose
 
 AttentionX's first version at gamma computes the same functions as its revision at 1 / gamma, since
 W^o can absorb the factor between them. They do not train alike: the factor scales the update.
@@ -39,10 +39,10 @@ W^o can absorb the factor between them. They do not train alike: the factor scal
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
 
-The first ends at a validation loss of 1.643 nats per byte, softmax at 1.676, and a bigram model at
-2.438 (Python 3.11's library, 800 steps, 631,680 parameters, one seed). [choice] marks where a paper
-is silent, [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all
-four scripts share the rest.
+The first command ends at a validation loss of 1.643 nats per byte, softmax at 1.676, and a bigram
+model at 2.438 (Python 3.11's library, 800 steps, 631,680 parameters, one seed). [choice] marks
+where a paper is silent, [deviation] where we differ on purpose. You can stop reading at the banner
+`runs`: all four scripts share the rest.
 """
 import argparse
 import csv
@@ -69,8 +69,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'attentionx_gpt'
-RANK = int(os.environ.get('RANK', 0))         # index of this process,
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # and their number, as torchrun sets them
+RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
+WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -81,8 +81,7 @@ def fail(message):
 def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     """MH = softmax(QK^T / sqrt(hs)) V, causal.  [BF Eq. 9]
 
-    q (B, nh, Tq, hs), k and v (B, nh, T, hs) -> (B, Tq, nh, hs). Tq is T or, when keys and values
-    come from a cache, 1.
+    q (B, nh, Tq, hs), k and v (B, nh, T, hs) -> (B, Tq, nh, hs). Tq is T, or 1 with a cache.
     """
     if zero_diag:
         return without_self(q, k, v, dropout)
@@ -91,32 +90,32 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     return mh.transpose(1, 2)
 
 def without_self(q, k, v, dropout=0.0):
-    """MH where no token attends to itself; the first token has no other and gets zeros."""
+    """MH where no token attends to itself. The first token has nothing to attend to: it gets 0."""
     cached = q.size(2) < k.size(2)
     k, v = k[:, :, :-1], v[:, :, :-1]
-    if cached:
+    if cached:  # the key that is left out is the single query's own
         return multi_head(q, k, v, dropout=dropout)
     mh = multi_head(q[:, :, 1:], k, v, dropout=dropout)  # query t + 1 sees keys 0..t: causal again
     return F.pad(mh, (0, 0, 0, 0, 1, 0))  # (B, T, nh, hs)
 
 def orthogonal(mh, v, dims):
-    """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
-    dtype = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 overflows float16 easily
-    x, y = mh.to(dtype), v.to(dtype)
+    """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
+    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 easily overflows float16
+    x, y = mh.to(wide), v.to(wide)
     mh_v = (x * y).sum(dims, keepdim=True)
-    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] V = 0: nothing is taken
+    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] alpha = 0 where V = 0
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
-    # to add a variant, write a line that treats tokens one by one (sampling passes the newest
-    # alone), or a subclass of CausalSelfAttention with a forward of its own
+    # Your own variant is a line here or a subclass of CausalSelfAttention. A line must treat each
+    # token by itself: sampling passes only the newest.
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
-    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], a parameter
+    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
-    # both, each with an output matrix of its own  [BF Eq. 15]
+    # [BF Eq. 15]: both, each with its own output matrix
     'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # control: is it the scale?
     'value-skip': lambda mh, v, gamma: mh + v,                     # control: is it the added V?
@@ -136,7 +135,7 @@ class Config:
     """Every field is a flag: --n-layer 6, --zero-diag, --no-zero-diag. --help prints this."""
     # the papers' method
     attention: str = 'attentionx'  # a name in ATTENTION: what reaches the output projection
-    gamma: float = None            # default: 0.5 for v1, otherwise 3, or 1 with zero_diag
+    gamma: float = None            # default: 3, or 1 with zero_diag; attentionx-v1: 0.5
     zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
     # model
     arch: str = 'gpt2'             # gpt2: nanoGPT's; rotary: modded-nanogpt's, as in BeliefFormer
@@ -144,30 +143,30 @@ class Config:
     n_head: int = 4
     n_embd: int = 128
     block_size: int = 64           # tokens in a window
-    vocab_size: int = 0            # 0: as many as the data's tokenizer has
+    vocab_size: int = 0            # 0: that of the data's tokenizer
     bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
     dropout: float = 0.0
     init: str = ''                 # file with weights to start from: a checkpoint of nanoGPT, say
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data record theirs
+    tokenizer: str = 'bytes'       # bytes or gpt2, for text; prepared data come with theirs
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 800           # optimiser steps
     batch_size: int = 32           # windows in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches in an optimiser step
+    grad_accum_steps: int = 1      # batches per optimiser step
     learning_rate: float = 2e-3    # at its peak
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
-    schedule: str = 'cosine'       # after warmup: cosine or trapezoid
+    schedule: str = 'cosine'       # cosine or trapezoid, after warmup
     warmup_iters: int = 100
-    warmdown_iters: int = 0        # of a trapezoid: steps of linear decay at the end
+    warmdown_iters: int = 0        # trapezoid: steps of linear decay at the end
     weight_decay: float = 0.1      # AdamW's, on matrices
     beta1: float = 0.9
     beta2: float = 0.99
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 640           # validation windows, the same ones every time
-    dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
+    dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
     # machine: from here on, settings may change when a run is resumed
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
@@ -202,20 +201,19 @@ PRESETS = {
     'tiny': {},
     't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2,
                max_iters=3000, learning_rate=1e-3, eval_interval=250, threads=0),
-    # AX1 and AX2 name nanoGPT and "a small subset of openwebtext", no more: [choice] its recipe
-    # (a T4's memory: --batch-size 6 --grad-accum-steps 80)
+    # [choice] nanoGPT's recipe: AX1 and AX2 give only the repository, the data and gamma
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
-    # BF names `casted` and 5B tokens of OpenWebText: 9536 steps of 524,288 tokens
-    # [deviation] `casted` computes with weights rounded to float8
-    # (a T4's memory: --batch-size 4 --grad-accum-steps 128)
+    # BF trains modded-nanogpt's branch `casted` on 5B tokens of OpenWebText
+    # [choice] `casted` on eight GPUs: 9536 steps of 524,288 tokens, which are 5B
+    # [deviation] our weights are not rounded to float8, as those of `casted` are
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
                         grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
-# smallest and largest values; where none is given, 0 and no limit
+# smallest and largest values of numbers; the others go from 0 to infinity
 LOWEST = dict.fromkeys(('n_layer', 'n_head', 'n_embd', 'block_size', 'batch_size',
                         'grad_accum_steps', 'eval_interval', 'eval_rows', 'log_interval'), 1)
 HIGHEST = dict(min_lr_ratio=1, beta1=0.9999, beta2=0.999999, dropout=0.99)
@@ -226,7 +224,7 @@ CHOICES = {
 
 # ------------------------------------ model ------------------------------------
 def rotate(x, past=0):
-    """Rotary position embedding, base 10000, of x (B, T, nh, hs) from position `past` on."""
+    """Rotary position embedding of x (B, T, nh, hs), whose first token is at position `past`."""
     hs = x.size(3)
     inv_freq = 10000 ** -(torch.arange(0, hs, 2, device=x.device).float() / hs)
     position = torch.arange(past, past + x.size(1), device=x.device).float()
@@ -236,41 +234,40 @@ def rotate(x, past=0):
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
 def make_norm(c):
-    """LayerNorm or, in the rotary model, x / rms(x) over the channels, without parameters."""
+    """LayerNorm or, in the rotary model, RMSNorm without parameters."""
     if c.arch == 'rotary':
         return nn.RMSNorm(c.n_embd, eps=1e-6, elementwise_affine=False)
     return nn.LayerNorm(c.n_embd, bias=c.bias)
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, c, layer):
+    def __init__(self, c, layer):  # layer, counted from 0, is for subclasses
         super().__init__()
         self.config = c
-        self.layer = layer  # from 0 on
         gamma = default_gamma(c)
-        if c.attention == 'attentionx-learned':  # one per head, without weight decay
+        if c.attention == 'attentionx-learned':
             gamma = nn.Parameter(torch.full((c.n_head, 1), gamma))
-        self.gamma = gamma  # (yours, by head: self.register_buffer('gamma', TENSOR (nh, 1)))
+        self.gamma = gamma
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
         if c.attention == 'belief-star':
             self.c_proj_s = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W^s
 
     def qkv(self, x, cache=None):
-        """x (B, T, C) -> q (B, nh, T, hs), and k and v (B, nh, S, hs) of all S tokens so far: the T
-        of x and those that a cache, {} at first, has kept."""
+        """x (B, T, C) -> q (B, nh, T, hs), k and v (B, nh, S, hs). With a cache, {} at first, k and
+        v are those of all S tokens so far; without one, S = T."""
         c = self.config
         q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)  # (B, T, nh, hs)
         if c.arch == 'rotary':
             past = cache['k'].size(1) if cache else 0
             q, k = rotate(q, past), rotate(k, past)
-        if cache:  # {} is false: nothing to join yet
+        if cache:
             k, v = torch.cat([cache['k'], k], 1), torch.cat([cache['v'], v], 1)
         if cache is not None:
             cache.update(k=k, v=v)
         return [t.transpose(1, 2) for t in (q, k, v)]
 
     def heads(self, x, cache=None):
-        """x (B, T, C) -> MH and V of its tokens, both (B, T, nh, hs)."""
+        """x (B, T, C) -> MH and V of x's tokens, both (B, T, nh, hs)."""
         c = self.config
         q, k, v = self.qkv(x, cache)
         mh = multi_head(q, k, v, c.zero_diag, c.dropout if self.training else 0.0)
@@ -304,14 +301,14 @@ class Block(nn.Module):
         self.ln_2 = make_norm(c)
         self.mlp = MLP(c)
         self.drop = nn.Dropout(c.dropout)
-        self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0  # as `casted`
+        self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0
 
     def forward(self, x, cache=None):
         x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x), cache))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 class GPT(nn.Module):
-    """nanoGPT's GPT-2 or, by config.arch, the rotary one, with the originals' state-dict keys."""
+    """nanoGPT's GPT-2 or, if arch is 'rotary', modded-nanogpt's, with their state-dict keys."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
@@ -328,7 +325,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from its own generator: what two variants share starts out equal."""
+        """Initialise p from seed and name alone, so that what two variants share starts equal."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         matrix = name.endswith('.weight') and p.dim() == 2
@@ -339,10 +336,10 @@ class GPT(nn.Module):
         elif matrix:
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
-        # any other parameter, such as a gamma you add, keeps the value it was made with
+        # any other parameter, such as gamma, keeps the value it was made with
 
     def embed(self, idx, past=0):
-        """idx (B, T) from position `past` on -> (B, T, C)."""
+        """idx (B, T), whose first token is at position `past` -> (B, T, C)."""
         x = self.transformer.wte(idx)
         if self.config.arch == 'gpt2':
             position = torch.arange(past, past + idx.size(1), device=idx.device)
@@ -350,9 +347,10 @@ class GPT(nn.Module):
         return x
 
     def forward(self, idx, targets=None, cache=None):
-        """idx, targets (B, T) -> logits (B, T, V), loss in nats per token, over targets >= 0.
+        """idx, targets (B, T) -> logits (B, T, V), loss in nats per token (not of targets -1).
         Without targets: logits of the last position (B, 1, V), and None."""
-        x = self.embed(idx, cache[0]['k'].size(1) if cache and cache[0] else 0)
+        past = cache[0]['k'].size(1) if cache and cache[0] else 0
+        x = self.embed(idx, past)
         for i, block in enumerate(self.transformer.h):
             x = block(x, cache[i] if cache else None)
         x = self.transformer.ln_f(x)  # (B, T, C)
@@ -363,11 +361,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0):
-        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token. Past
-        block_size the window slides, all positions shift, and nothing cached holds any longer."""
+        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token."""
         window, cache = idx, [{} for _ in self.transformer.h]
         for _ in range(max_new_tokens):
             if idx.size(1) > self.config.block_size:
+                # the window slides, so all positions change and no cached key or value holds
                 window, cache = idx[:, -self.config.block_size:], None
             logits = self(window, cache=cache)[0][:, -1].float()  # (B, V)
             if temperature:
@@ -375,15 +373,14 @@ class GPT(nn.Module):
             else:
                 token = logits.argmax(-1, keepdim=True)
             idx = torch.cat([idx, token], dim=1)
-            window = token  # the cache has the tokens before it
+            window = token  # the cache holds those before it
         return idx
 
 # ------------------------------------ data ------------------------------------
-VOCABULARY = dict(bytes=256, gpt2=50257)  # tokenizer -> number of its tokens
+VOCAB_SIZE = dict(bytes=256, gpt2=50257)  # of each tokenizer
 
 def get_tokenizer(name):
-    """Functions text -> ids, ids -> text: of the 256 `bytes`, or of `gpt2`, which tiktoken fetches
-    once."""
+    """Functions encode, text -> ids, and decode, ids -> text. tiktoken downloads gpt2's once."""
     if name == 'bytes':
         return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors='replace')
     import tiktoken
@@ -391,11 +388,11 @@ def get_tokenizer(name):
     return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}), gpt2.decode
 
 def read_text(c):
-    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
+    """Training and validation text; the latter is every tenth file, or the last tenth of one."""
     if c.data == 'builtin':
         files = sorted(Path(os.__file__).parent.glob('*.py'))
         texts = [path.read_text('utf-8', errors='replace') for path in files]
-        train = [text for i, text in enumerate(texts) if i % 10 < 9]
+        train = [text for i, text in enumerate(texts) if i % 10 != 9]
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
@@ -408,23 +405,23 @@ def read_text(c):
     return text[:cut], text[cut:]
 
 def read_tokens(path, tokenizer):
-    """A file of uint16 token ids, as nanoGPT writes them. The first millions show other formats."""
+    """A file of uint16 token ids, as nanoGPT writes them. Its first 8 million are checked."""
     size = path.stat().st_size if path.exists() else 0
     if not size:
         fail(f'{path} is missing or empty: did `python prepare_data.py` finish?')
     if size % 2:
         fail(f'{path} has an odd number of bytes, {size}: it must hold ids of 16 bits (uint16)')
     tokens = np.memmap(path, np.uint16, 'r')
-    some = tokens[:2 ** 23]
-    if some.max() >= VOCABULARY[tokenizer]:
-        fail(f'{path} has the id {some.max()}, and {tokenizer} has {VOCABULARY[tokenizer]} tokens: '
-             'it must hold ids of 16 bits (uint16) without a header')
-    if len(some) > 1 and not some[1::2].any():
+    first = tokens[:2 ** 23]
+    if first.max() >= VOCAB_SIZE[tokenizer]:
+        fail(f'{path} has the id {first.max()}; {tokenizer} has {VOCAB_SIZE[tokenizer]} tokens. '
+             'The file must hold ids of 16 bits (uint16) without a header')
+    if len(first) > 1 and not first[1::2].any():
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
 
 def read_meta(folder):
-    """meta.json, which prepare_data.py writes; without it, tokens are GPT-2's, as nanoGPT's are."""
+    """meta.json, which prepare_data.py writes. Without it, tokens are GPT-2's, as in nanoGPT."""
     path = folder / 'meta.json'
     if not path.exists() and (folder / 'meta.pkl').exists():
         fail(f'{folder}/meta.pkl names characters of its own, and a pickle could run code: make '
@@ -433,12 +430,12 @@ def read_meta(folder):
         meta = json.loads(path.read_text('utf-8')) if path.exists() else dict(tokenizer='gpt2')
     except ValueError:
         fail(f'{path} is not JSON')
-    if meta.get('tokenizer') not in VOCABULARY:
+    if meta.get('tokenizer') not in VOCAB_SIZE:
         fail(f'{path} names the tokenizer {meta.get("tokenizer")}: it must be bytes or gpt2')
     return meta
 
 def load_data(c):
-    """c.data -> train and val (uint16 tokens), their tokenizer, val's bytes (None: unknown)."""
+    """c.data -> train and val (uint16 tokens), tokenizer, vocab_size, val_bytes (None: unknown)."""
     folder = Path(c.data if c.data.startswith('data/') else f'data/{c.data}')
     if folder.is_dir():
         meta = read_meta(folder)
@@ -451,7 +448,7 @@ def load_data(c):
         train, val = [np.array(encode(text), dtype=np.uint16) for text in texts]
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
-    vocab_size = VOCABULARY[tokenizer]
+    vocab_size = VOCAB_SIZE[tokenizer]
     if 0 < c.vocab_size < vocab_size:
         fail(f'--vocab-size {c.vocab_size}: the vocabulary of {tokenizer} has {vocab_size} tokens')
     return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size,
@@ -459,10 +456,11 @@ def load_data(c):
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. What c leaves open comes from data; a saved c, with none, is complete."""
+    """A model on the CPU. data completes c; it is None where c is that of a saved model."""
     if data:
-        size = c.vocab_size or getattr(data, 'vocab_size', 0)  # data of your own may not say
-        size = size or 1 + max(int(data.train.max()), int(data.val.max()))
+        size = c.vocab_size or getattr(data, 'vocab_size', 0)
+        if not size:  # data of your own need not say
+            size = 1 + max(int(data.train.max()), int(data.val.max()))
         c = replace(c, vocab_size=size, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     model = GPT(c)
     if c.init and data and not c.resume:
@@ -470,17 +468,16 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """Start from a checkpoint of this script, nanoGPT or `casted`: their keys are ours, but for
-    masks and rotary frequencies."""
+    """Start from a checkpoint of this script, nanoGPT or `casted`, which have the same keys."""
     weights = {key: p for key, p in read_weights(path, n_head=model.config.n_head).items()
-               if not key.endswith(('.attn.bias', '.inv_freq'))}
+               if not key.endswith(('.attn.bias', '.inv_freq'))}  # masks, rotary frequencies
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
 def make_optimizer(model, c):
-    """AdamW; weights of matrices and embeddings decay, and nothing else does."""
+    """AdamW, with weight decay for matrices and embeddings only."""
     matrices, others = [], []
     for name, p in model.named_parameters():
         group = matrices if name.endswith('.weight') and p.dim() == 2 else others
@@ -490,17 +487,16 @@ def make_optimizer(model, c):
     return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2))
 
 def windows(tokens, starts, c, device):
-    """The tokens from each start on, and the same one step later: two of (B, T), int64."""
-    x = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
-    x = torch.from_numpy(x).to(device)
-    return x[:, :-1], x[:, 1:]
+    """Inputs (B, T) from each start on, and targets (B, T), the same one token later. int64."""
+    rows = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
+    rows = torch.from_numpy(rows).to(device)  # (B, T + 1)
+    return rows[:, :-1], rows[:, 1:]
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of micro-batch `micro`. They depend on seed and step alone: every
-    variant sees the same, and a resumed run sees what an unbroken one would."""
+    """This process's rows of a micro-batch, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a window fits
     size = c.grad_accum_steps, c.batch_size
-    starts = np.random.default_rng([c.seed, step]).integers(n, size=size)  # of the whole step
+    starts = np.random.default_rng([c.seed, step]).integers(n, size=size)
     return windows(data.train, starts[micro, RANK::WORLD], c, device)
 
 def loss_of(model, batch, c):
@@ -508,20 +504,22 @@ def loss_of(model, batch, c):
 
 @torch.no_grad()
 def diagnose(model, idx):
-    """Statistics of attention on idx (B, T): for each layer a dict of means over the tokens.
+    """idx (B, T) -> for each layer a dict of statistics of its attention, means over the tokens.
 
-    mh = ||MH||, update = ||Phi|| or ||Delta||, *_out: of the same after W^o, cos_* its cosine with
-    the layer's input X, alpha = <MH,V> / <V,V>, gamma. Delta is never longer than MH [BF Eq. 11].
+    mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
+    update_out are the same after W^o; cos_mh and cos_update are the cosines of those with the
+    layer's input X; alpha is <MH,V> / <V,V>.
     """
     rows = []
     x = model.embed(idx)  # (B, T, C)
     for block in model.transformer.h:
         attn = block.attn
         if type(attn).forward is not CausalSelfAttention.forward:
-            return []  # a variant of your own may have no MH and V
+            return []  # a subclass need not have MH and V
         mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
         update = ATTENTION[model.config.attention](mh, v, attn.gamma)
-        update = update[0] if type(update) is tuple else update  # of belief-star: Delta
+        if model.config.attention == 'belief-star':
+            update, _ = update  # Delta, without Delta_s
         mh, v, update = [t.flatten(2).to(x) for t in (mh, v, update)]  # (B, T, C), in x's dtype
         mh_out, update_out = mh @ attn.c_proj.weight.T, update @ attn.c_proj.weight.T
         figures = dict(
@@ -536,8 +534,7 @@ def diagnose(model, idx):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on the same windows every time, spread evenly over the validation text; and diagnose's
-    statistics of eight windows, as 0.mh for layer 0."""
+    """Loss on evenly spread windows, and diagnose's statistics of eight: 0.mh is mh in layer 0."""
     last = len(data.val) - c.block_size - 1
     starts = np.unique(np.linspace(0, last, c.eval_rows).astype(np.int64))
     total = 0.0
@@ -551,11 +548,11 @@ def evaluate(model, data, c, device):
     return figures
 
 def learning_rate(step, c):
-    """The rate of a step, counted from 0: it rises linearly, then falls."""
+    """The learning rate of a step, counted from 0."""
     left = c.max_iters - step
     if step < c.warmup_iters:
         factor = (step + 1) / (c.warmup_iters + 1)  # as in nanoGPT
-    elif c.schedule == 'trapezoid':  # at its peak until warmdown_iters before the end
+    elif c.schedule == 'trapezoid':  # constant until warmdown_iters before the end
         factor = min(1.0, left / max(1, c.warmdown_iters))
     else:
         done = 1 - left / (c.max_iters - c.warmup_iters)
@@ -564,7 +561,7 @@ def learning_rate(step, c):
     return c.learning_rate * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on the micro-batches together -> their mean loss, norm of gradients."""
+    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -572,19 +569,18 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sums over the processes
+    if WORLD > 1:  # sum over the processes
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16: not where gradients overflowed
+    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
     scaler.update()
     return total.item(), norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). folder: where checkpoints
-    and log.csv go, None for nowhere. data: what load_data returns, or your own: arrays of ids,
-    data.train and data.val."""
+    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    go to `folder`, if any. Data of your own need two arrays of ids, data.train and data.val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -596,9 +592,9 @@ def train(c, folder=None, data=None):
     if c.resume:
         saved = load_checkpoint(Path(folder, 'ckpt.pt'))
         model.load_state_dict(saved['model'])
-        moments = saved['optimizer']  # rates and decay are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
-        scaler.load_state_dict(saved['scaler'] or scaler.state_dict())  # {}: not in float16
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+        if saved['scaler']:  # it was trained in float16
+            scaler.load_state_dict(saved['scaler'])
         start, seconds, log, losses = saved['progress']
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out\n'
@@ -606,7 +602,7 @@ def train(c, folder=None, data=None):
 
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
-            # save first: a run that is resumed from here evaluates again
+            # save first; a run that is resumed from here evaluates again
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
                          scaler=scaler.state_dict(), config=asdict(model.config),
                          progress=(step, seconds, log, losses))
@@ -617,26 +613,26 @@ def train(c, folder=None, data=None):
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
             log, losses = [*log, row], []
-            if not row['val_loss'] > min(past['val_loss'] for past in log):  # nan is not, either
+            if not row['val_loss'] > min(past['val_loss'] for past in log):  # also where it is nan
                 save(folder, 'best.pt', state)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
             break
 
-        # one step; batch and dropout follow from seed and step, so a resumed run repeats them
+        # one step; seed and step decide batch and dropout, so a resumed run repeats them
         clock = time.time()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # of dropout
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c)
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
         loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16 an overflow skips its step and halves the scale, until that is 1
+        # in float16, a step that overflows is skipped and halves the scale, down to 1
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or look at an edited formula')
-        losses.append(loss)  # p.grad still holds this step's gradients, clipped
+        losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
         if done % c.log_interval == 0:
@@ -648,13 +644,13 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, sample ------------------------------------
 def report(c, model, log, folder, data):
-    """The result beside a bigram model's, as text; and pictures of the run and of its layers."""
+    """Draw the run and its layers -> text: the result, beside that of a bigram model."""
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss (nats per token)', 'loss'),
         ('validation loss (nats per token)', 'val_loss')])
-    draw_layers(folder / 'layers.png', log)
+    draw_layers(folder / 'layers.png', log, c.n_layer)
     loss, bits = log[-1]['val_loss'], ''
-    if data.val_bytes:  # comparable across tokenizers
+    if data.val_bytes:  # bits per byte compare across tokenizers
         bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
     other = 'softmax' if c.attention != 'softmax' else 'attentionx'
     return (f'\nAfter {c.prompt!r} it writes:\n{complete(c, model)}\n\n'
@@ -665,7 +661,7 @@ def report(c, model, log, folder, data):
             f'python {SCRIPT}.py sample --folder {folder}')
 
 def bigram_loss(data):
-    """Validation loss of a smoothed bigram model, in nats per token: a baseline."""
+    """Validation loss of a smoothed bigram model, in nats per token."""
     train, val = data.train[:5 * 10**6].tolist(), data.val[:10**6].tolist()
     single, pair = Counter(train), Counter(zip(train, train[1:]))
     total = 0.0
@@ -674,21 +670,19 @@ def bigram_loss(data):
         total -= math.log((pair[x, y] + prior) / (single[x] + 1))
     return total / (len(val) - 1)
 
-def draw_layers(path, log):
-    """What diagnose finds, layer by layer over the steps (BF's Fig. 3: of a ViT's token 0)."""
+def draw_layers(path, log, n_layer):
+    """What diagnose finds, layer by layer over the steps. (BF's Fig. 3 shows token 0 of a ViT.)"""
+    if '0.mh' not in log[-1]:
+        return  # diagnose skips subclasses
     layers = {}
-    for row in log:
-        for name, x in row.items():
-            layer, _, figure = name.partition('.')
-            if figure:
-                rows = layers.setdefault(f'layer {layer}', {})
-                rows.setdefault(row['step'], dict(step=row['step']))[figure] = x
-    if layers:
-        draw(path, {layer: [*rows.values()] for layer, rows in layers.items()}, [
-            ('mean length: MH, dashed: update', 'mh', 'update'),
-            ('the same after the output projection', 'mh_out', 'update_out'),
-            ('their cosine with the input X', 'cos_mh', 'cos_update'),
-            ('alpha = <MH,V> / <V,V>', 'alpha')])
+    for i in range(n_layer):
+        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
+        layers[f'layer {i}'] = rows
+    draw(path, layers, [
+        ('mean length: MH, dashed: update', 'mh', 'update'),
+        ('the same after the output projection', 'mh_out', 'update_out'),
+        ('their cosine with the input X', 'cos_mh', 'cos_update'),
+        ('alpha = <MH,V> / <V,V>', 'alpha')])
 
 def complete(c, model):
     """--prompt and the model's continuation of it."""
@@ -697,7 +691,7 @@ def complete(c, model):
     torch.manual_seed(c.seed)
     idx = torch.tensor([encode(c.prompt)], device=model.lm_head.weight.device)  # (1, T)
     tokens = model.generate(idx, c.new_tokens, c.temperature)[0].tolist()
-    return decode([t for t in tokens if t < VOCABULARY[tokenizer]])  # a model may have spare ones
+    return decode([t for t in tokens if t < VOCAB_SIZE[tokenizer]])  # owt-124m has spare ids
 
 def sample(c):
     _, model = load_run(c)
