@@ -5,8 +5,8 @@
 """A ViT whose attention passes on a belief: BeliefFormer and AttentionX beside plain softmax.
 
 Attention tells a patch of an image what the others say: MH = softmax(QK^T / sqrt(d)) V, a weighted
-sum of values. BeliefFormer passes on only the part of MH that is orthogonal to the patch's own V:
-what the patch did not know yet. AttentionX passes on V - MH. (attentionx_gpt.py explains why.)
+sum of values. BeliefFormer passes on the part of MH that is orthogonal to the patch's own value V,
+AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where they come from.)
 
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
@@ -18,28 +18,29 @@ what the patch did not know yet. AttentionX passes on V - MH. (attentionx_gpt.py
     [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, Attention
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    the same, gamma learned ([choice] one per head)      attentionx-learned
+    [AX2 Sec. 5]    a learned parameter; [choice] it is gamma, by head   attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [AX1 Sec. 4.1]  gamma = 1 in a ViT                                   default_gamma
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
-    [BF Eq. 11]     ||Delta|| <= ||MH||, and both after W^o (Fig. 3)     diagnose
+    [BF Eq. 11]     ||Delta|| <= ||MH||, measured as in BF's Fig. 3      diagnose
     [BF Sec. 5.3]   SET-Adam at 1e-4, betas 0.9 and 0.999, eps 1e-18     SETAdam, cifar-paper
 
     python belief_vit.py                           # train: two minutes on a CPU, no network
     python belief_vit.py --attention softmax       # the baseline, on the same batches
     python belief_vit.py --resume                  # continue the last run
-    python belief_vit.py predict --images cat.png  # what that run sees in a photo
-    python belief_vit.py --preset imagenet-paper   # DeiT-small, images growing from 32 to 224
-    python experiments/compare.py belief_vit --table papers --preset cifar-paper  # AX Table 1
+    python belief_vit.py predict --images cat.png  # classify a photo with it
+    python belief_vit.py --preset imagenet-paper   # BF's recipe for ImageNet
+    python experiments/compare.py belief_vit --table papers --preset cifar-paper  # on CIFAR-10
 
-The first command gets 96.4% of the test images right (95.5% on another CPU), a linear model of the
-same pixels 26.2% (563 steps, 154,030 parameters, one seed). [choice] marks where a paper is silent,
-[deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four scripts
-share the rest.
+The first command gets 96.4 % of the test images right (95.5 % on another CPU), and a linear model
+of the same pixels 26.2 % (563 steps, 154,030 parameters, one seed). [choice] marks where a paper is
+silent, [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four
+scripts share the rest.
 
-The model vit-small is from vision-transformers-cifar10, deit-small from timm, deit-small-local from
-efficient-vit-training. [deviation] We leave out the latter's EMA, repeated augmentation, random
-erasing, RandAugment of photos and unused parameters, and we do train its position embeddings.
+The papers' models are vit-small, from vision-transformers-cifar10, and deit-small-local, from
+efficient-vit-training; deit-small is timm's. [deviation] We leave out efficient-vit-training's EMA,
+repeated augmentation, random erasing, RandAugment of photos and unused parameters, and we do train
+its position embeddings, which stay untrained there.
 """
 import argparse
 import csv
@@ -67,8 +68,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'belief_vit'
-RANK = int(os.environ.get('RANK', 0))         # index of this process,
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # and their number, as torchrun sets them
+RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
+WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -77,28 +78,28 @@ def fail(message):
 
 # ------------------------------------ the papers' method ------------------------------------
 def multi_head(q, k, v, zero_diag=False):
-    """MH = softmax(QK^T / sqrt(hs)) V, q, k, v (B, nh, T, hs) -> (B, T, nh, hs).  [BF Eq. 9]"""
+    """MH = softmax(QK^T / sqrt(hs)) V [BF Eq. 9]: q, k, v (B, nh, T, hs) -> (B, T, nh, hs)."""
     mask = None
     if zero_diag:  # a token attends only to the others
         mask = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)  # (T, T)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 def orthogonal(mh, v, dims):
-    """MH - <MH,V> / <V,V> V, inner products over `dims`: the part of MH orthogonal to V."""
-    dtype = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 overflows float16 easily
-    x, y = mh.to(dtype), v.to(dtype)
-    mh_v = (x * y).sum(dims, keepdim=True)
-    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] V = 0: nothing is taken
-    return (x - mh_v / v_v * y).to(mh.dtype)
+    """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
+    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 easily overflows float16
+    x, y = mh.to(wide), v.to(wide)
+    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] alpha = 0 where V = 0
+    alpha = (x * y).sum(dims, keepdim=True) / v_v
+    return (x - alpha * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
-    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], a parameter
+    'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
-    # both, each with an output matrix of its own  [BF Eq. 15]
+    # [BF Eq. 15]: both, each with its own output matrix
     'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # control: is it the scale?
     'value-skip': lambda mh, v, gamma: mh + v,                     # control: is it the added V?
@@ -113,7 +114,7 @@ def default_gamma(c):
     return 3.0  # [choice] AX2's value for a GPT
 
 # ------------------------------------ configuration ------------------------------------
-MODELS = {  # the values of those fields of Config that are left at None
+MODELS = {  # the sizes that Config leaves open
     'tiny': dict(image_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=4, head_size=16,
                  mlp_dim=128, dropout=0.0, zero_diag=True),
     'vit-small': dict(image_size=32, patch_size=4, embed_dim=512, depth=6, num_heads=8,
@@ -128,10 +129,10 @@ class Config:
     """Every field is a flag: --num-heads 6, --zero-diag, --no-zero-diag. --help prints this."""
     # the papers' method
     attention: str = 'belief'      # a name in ATTENTION: what reaches the output projection
-    gamma: float = None            # default: 3, or 1 for v1 and with zero_diag
+    gamma: float = None            # default: 3, or 1 with zero_diag; attentionx-v1: 1
     zero_diag: bool = None         # no token attends to itself; default: on in tiny, vit-small
     # model
-    model: str = 'tiny'            # a name in MODELS, which sets the sizes not given here
+    model: str = 'tiny'            # a name in MODELS, which sets the sizes you do not give
     image_size: int = None         # side of the square image, in pixels
     patch_size: int = None         # pixels
     embed_dim: int = None          # channels of a token
@@ -140,7 +141,7 @@ class Config:
     head_size: int = None          # channels of a head
     mlp_dim: int = None            # hidden channels of the feed-forward network
     dropout: float = None
-    drop_path: float = 0.0         # chance to drop a branch: 0 in the first block, this in the last
+    drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
     num_classes: int = 0           # from the data
     classes: list = ()             # their names, from the data
     init: str = ''                 # file with weights to start from: a checkpoint of DeiT, say
@@ -148,15 +149,15 @@ class Config:
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
     flip: bool = True              # mirror half of the images in training
-    randaugment: str = 'none'      # none, paper or fixed; for arrays, not for photos
+    randaugment: str = 'none'      # none, paper, or fixed: smaller shifts; not for photos
     mix: bool = False              # mixup and cutmix, as in DeiT
-    label_smoothing: float = 0.0   # probability spread over all classes
-    first_size: int = 0            # side of the first images, which then grow; 0: image_size
+    label_smoothing: float = 0.0   # probability spread evenly over the classes
+    first_size: int = 0            # side of the first images, which grow to image_size; 0: none do
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
     batch_size: int = 64           # images in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches in an optimiser step
+    grad_accum_steps: int = 1      # batches per optimiser step
     optimizer: str = 'adamw'       # adamw, or set-adam as in the papers
     learning_rate: float = 4e-3    # at its peak
     min_lr_ratio: float = 0.0      # final rate / learning_rate; 1 keeps it constant
@@ -164,8 +165,8 @@ class Config:
     weight_decay: float = 0.05     # AdamW's, on matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
-    eval_rows: int = 0             # validation images; 0: all there are
-    dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
+    eval_rows: int = 0             # validation images; 0 for all
+    dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
     # machine: from here on, settings may change when a run is resumed
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
@@ -190,7 +191,7 @@ class Config:
             fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
 
     @property
-    def shifted(self):  # has shifted patch embedding and a learned softmax temperature
+    def shifted(self):  # with shifted patches and a learned temperature, arXiv 2112.13492
         return self.model in ('tiny', 'vit-small')
 
     @property
@@ -201,19 +202,19 @@ PRESETS = {
     'tiny': {},
     't4': dict(model='vit-small', data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=512, learning_rate=5e-4, warmup_iters=200, eval_interval=200, threads=0),
-    # The papers take the repository's settings, except for SET-Adam and BF's 400 epochs.
+    # The papers take vision-transformers-cifar10's settings, but for SET-Adam and BF's 400 epochs.
     # [deviation] We validate on a tenth of the training images, not on the test set.
     'cifar-paper': dict(model='vit-small', data='cifar10', randaugment='paper',
                         optimizer='set-adam', learning_rate=1e-4, max_iters=35157,  # 400 epochs
                         batch_size=512, warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
-    # BF takes model and settings from the repository that it names.
+    # BF takes model and settings from efficient-vit-training.
     'imagenet-paper': dict(model='deit-small-local', data='imagenet', batch_size=64,
                            max_iters=5945415,  # 300 epochs
                            learning_rate=1.25e-4, min_lr_ratio=0.08, warmup_iters=0, grad_clip=0.0,
                            drop_path=0.1, mix=True, label_smoothing=0.1, first_size=32,
                            val_fraction=0.01, eval_interval=10000, threads=0),
 }
-# smallest and largest values; where none is given, 0 and no limit
+# smallest and largest values of numbers; the others go from 0 to infinity
 LOWEST = dict.fromkeys(('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads',
                         'head_size', 'mlp_dim', 'batch_size', 'grad_accum_steps',
                         'eval_interval', 'log_interval'), 1)
@@ -225,7 +226,7 @@ CHOICES = {
 
 # ------------------------------------ model ------------------------------------
 class PatchEmbed(nn.Module):
-    """Images (B, 3, H, W) -> tokens (B, h w, C), one for each patch."""
+    """Images (B, 3, H, W) -> tokens (B, h w, C), one for each of the h by w patches."""
     def __init__(self, c):
         super().__init__()
         self.proj = nn.Conv2d(3, c.embed_dim, c.patch_size, c.patch_size)
@@ -234,17 +235,17 @@ class PatchEmbed(nn.Module):
         return self.proj(images).flatten(2).mT  # (B, h w, C)
 
 class ShiftedPatchEmbed(nn.Module):
-    """The same from five images stacked: the image, and its shifts by a pixel in 4 directions."""
+    """The same, where a patch also shows the image shifted by a pixel in four directions."""
     def __init__(self, c):
         super().__init__()
         self.patch_size = c.patch_size
-        width = 5 * 3 * c.patch_size ** 2
-        self.norm = nn.LayerNorm(width)
-        self.proj = nn.Linear(width, c.embed_dim)
+        values = 5 * 3 * c.patch_size ** 2  # of a patch
+        self.norm = nn.LayerNorm(values)
+        self.proj = nn.Linear(values, c.embed_dim)
 
     def forward(self, images):
         p = self.patch_size
-        shifts = (0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1)
+        shifts = [(0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1)]
         x = torch.cat([F.pad(images, shift) for shift in shifts], dim=1)  # (B, 15, H, W)
         x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 15, h, p, w, p)
         x = x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, h w, p p 15)
@@ -255,9 +256,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config = c
         gamma = default_gamma(c)
-        if c.attention == 'attentionx-learned':  # one per head, without weight decay
+        if c.attention == 'attentionx-learned':
             gamma = nn.Parameter(torch.full((c.num_heads, 1), gamma))
-        self.gamma = gamma  # (yours, by head: self.register_buffer('gamma', TENSOR (nh, 1)))
+        self.gamma = gamma
         width = c.num_heads * c.head_size
         self.qkv = nn.Linear(c.embed_dim, 3 * width, bias=c.model == 'deit-small')
         self.proj = nn.Linear(width, c.embed_dim)  # W^o
@@ -271,7 +272,7 @@ class Attention(nn.Module):
         """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs)."""
         c = self.config
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
-        if c.shifted:  # a learned scale; the kernel's own, 1 / sqrt(hs), is undone
+        if c.shifted:  # a learned scale, kept as its log, for multi_head's 1 / sqrt(hs)
             q = q * (self.temperature.exp() * c.head_size ** 0.5)
         mh = multi_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), c.zero_diag)
         return q, k, v, mh
@@ -296,7 +297,8 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 class LocalMlp(nn.Module):
-    """LocalViT's: a depthwise 3x3 convolution mixes neighbours; the class token gets 0."""
+    """LocalViT's, arXiv 2104.05707: a depthwise 3x3 convolution mixes neighbouring patches. The
+    class token skips it."""
     def __init__(self, c):
         super().__init__()
         self.fc1 = nn.Linear(c.embed_dim, c.mlp_dim, bias=False)
@@ -304,10 +306,10 @@ class LocalMlp(nn.Module):
         self.fc2 = nn.Linear(c.mlp_dim, c.embed_dim, bias=False)
 
     def forward(self, x, grid):
-        others = x.size(1) - math.prod(grid)  # 1: the class token, which comes first
-        x = F.hardswish(self.fc1(x[:, others:])).mT.unflatten(2, grid)  # (B, D, h, w)
+        prefix = x.size(1) - math.prod(grid)  # tokens before the patches: 1, the class token
+        x = F.hardswish(self.fc1(x[:, prefix:])).mT.unflatten(2, grid)  # (B, D, h, w)
         x = F.hardswish(self.conv(x)).flatten(2).mT  # (B, h w, D)
-        return F.pad(self.fc2(x), (0, 0, others, 0))  # (B, 1 + h w, C)
+        return F.pad(self.fc2(x), (0, 0, prefix, 0))  # (B, 1 + h w, C)
 
 class Block(nn.Module):
     def __init__(self, c, drop_path):
@@ -320,7 +322,7 @@ class Block(nn.Module):
         self.mlp = LocalMlp(c) if c.model == 'deit-small-local' else Mlp(c)
 
     def stochastic_depth(self, branch):
-        """In training, leave the branch out for some of the images."""
+        """In training, skip the branch for some of the images."""
         if not self.training or self.drop_path == 0:
             return branch
         kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path
@@ -332,14 +334,14 @@ class Block(nn.Module):
         return x + self.stochastic_depth(self.mlp(self.norm2(x), grid))
 
 def resize_positions(pos, grid):
-    """Position embeddings pos (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic."""
-    g = math.isqrt(pos.size(1))
+    """Position embeddings (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic."""
+    g = math.isqrt(pos.size(1))  # side of the learned grid: a few tokens more do not change it
     if grid == (g, g):
         return pos
-    others, patches = pos.split([pos.size(1) - g * g, g * g], dim=1)  # others: the class token
+    prefix, patches = pos.split([pos.size(1) - g * g, g * g], dim=1)  # prefix: the class token
     patches = patches.mT.unflatten(2, (g, g))  # (1, C, g, g)
     patches = F.interpolate(patches, grid, mode='bicubic').flatten(2).mT  # (1, h w, C)
-    return torch.cat([others, patches], dim=1)
+    return torch.cat([prefix, patches], dim=1)
 
 class ViT(nn.Module):
     """The model that config.model names, with timm's state-dict keys."""
@@ -360,33 +362,35 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p as its model's repository does. The random numbers depend on seed and name
-        alone, so that what two variants share starts out equal."""
+        """Initialise p as its model's repository does, from a seed and its name, so that what two
+        variants share starts equal."""
         c = self.config
-        rng = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
+        token = '.' not in name  # cls_token, pos_embed, and tokens you may add
         layer = self.get_submodule(name.rpartition('.')[0])
-        token, linear = name in ('pos_embed', 'cls_token'), isinstance(layer, nn.Linear)
+        linear = isinstance(layer, nn.Linear)
         if c.shifted and token:
-            p.normal_(generator=rng)
+            p.normal_(generator=generator)
         elif c.model == 'deit-small' and linear and name.endswith('bias'):
             p.zero_()
         elif c.model == 'deit-small' and (token or linear):
-            nn.init.trunc_normal_(p, std=0.02, generator=rng)
+            nn.init.trunc_normal_(p, std=0.02, generator=generator)
         elif c.model == 'deit-small-local' and (token or linear and name.endswith('weight')):
-            for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v apart
-                nn.init.xavier_normal_(part, generator=rng)
-        elif linear or isinstance(layer, nn.Conv2d):  # as PyTorch: by how many inputs a unit has
+            for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v one by one
+                nn.init.xavier_normal_(part, generator=generator)
+        elif linear or isinstance(layer, nn.Conv2d):  # PyTorch's own: 1 / sqrt(inputs of a unit)
             bound = layer.weight[0].numel() ** -0.5
-            p.uniform_(-bound, bound, generator=rng)
-        # norms, and what you may add, keep the values they were made with
+            p.uniform_(-bound, bound, generator=generator)
+        # norms, and any other parameter you add, keep the values they were made with
 
     def embed(self, images):
-        """Images (B, 3, H, W), of any size in whole patches -> tokens (B, 1 + h w, C), (h, w)."""
+        """Images (B, 3, H, W) of whole patches -> tokens (B, 1 + h w, C), their grid (h, w)."""
         p = self.config.patch_size
         grid = images.size(2) // p, images.size(3) // p
         x = self.patch_embed(images)  # (B, h w, C)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (B, 1 + h w, C)
-        return self.drop(x + resize_positions(self.pos_embed, grid)), grid
+        x = x + resize_positions(self.pos_embed, grid)
+        return self.drop(x), grid
 
     def forward(self, images):
         """Normalised images (B, 3, H, W) -> logits (B, classes)."""
@@ -402,7 +406,7 @@ class SETAdam(torch.optim.Optimizer):
         c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one dominates
         w = sqrt(c v / (1 - beta2^t) + eps)     below Adam's root, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
-    A tensor is one PyTorch parameter, so packing q, k and v differently changes the optimiser.
+    Tensors are PyTorch's parameters: q, k and v in three of them would train differently.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -425,12 +429,13 @@ class SETAdam(torch.optim.Optimizer):
                 unit = v / v.max().clamp_min(1e-37)
                 c = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(1.0))
                 w = (c * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
-                step = m / (w - group['tau'] * w.min())
-                p.sub_(step * (group['lr'] / (1 - beta1 ** t)))
+                update = m / (w - group['tau'] * w.min())
+                p.sub_(update * (group['lr'] / (1 - beta1 ** t)))
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """A generator for each purpose. (The last 1: to NumPy, seeds [7] and [7, 0] are equal.)"""
+    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
+    hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its size
@@ -449,21 +454,21 @@ SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its 
 
 def draw_shapes(n, seed):
     """Draw n images (n, 3, 32, 32) uint8, and their labels (n,). Place, size, angle, colours, light
-    and noise are random, so that only many pixels together reveal a shape."""
+    and noise are random, so that no single pixel gives a shape away."""
     rng = stream('shapes', seed)
     images = np.empty((n, 3, 32, 32), np.uint8)
     labels = rng.integers(len(SHAPES), size=n)
-    outside = list(SHAPES.values())
+    shapes = list(SHAPES.values())
     ramp = np.linspace(-1, 1, 32)
-    row, column = ramp[:, None], ramp[None]
+    row, column = ramp[:, None], ramp[None]  # (32, 1), (1, 32)
     for image, label in zip(images, labels):
-        half, turn = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # size in pixels, angle
+        half, angle = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # half the size, in pixels
         right, down = rng.uniform(half - 15, 15 - half, 2)  # of the middle, in pixels
         x = (15.5 * column - right) / half  # in units of half the size
         y = (15.5 * row - down) / half
-        cos, sin = math.cos(turn), math.sin(turn)
-        distance = outside[label](cos * x + sin * y, cos * y - sin * x)  # (32, 32)
-        cover = np.clip(0.5 - half * distance, 0, 1)
+        cos, sin = math.cos(angle), math.sin(angle)
+        distance = shapes[label](cos * x + sin * y, cos * y - sin * x)  # (32, 32)
+        cover = np.clip(0.5 - half * distance, 0, 1)  # of a pixel by the shape
         paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
         light_x, light_y = rng.uniform(-40, 40, (2, 3, 1, 1))
         light = light_x * column + light_y * row  # (3, 32, 32)
@@ -487,7 +492,7 @@ def load_arrays(path):
     return images, labels.astype(np.int64)
 
 def pillow():
-    """The package that decodes photos and has RandAugment's operations."""
+    """Pillow, which decodes photos and has RandAugment's operations."""
     try:
         import PIL.Image, PIL.ImageEnhance, PIL.ImageOps
         return PIL
@@ -497,7 +502,7 @@ def pillow():
 def list_photos(root):
     """Photos in root/CLASS/* -> paths (N,), names of their classes (N,)."""
     endings = pillow().Image.registered_extensions()
-    paths, names, others = [], [], 0
+    paths, names, left_out = [], [], 0
     for path in sorted(root.glob('*/**/*')):
         parts = path.relative_to(root).parts  # CLASS, perhaps further folders, file
         hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
@@ -505,22 +510,23 @@ def list_photos(root):
             paths.append(str(path))
             names.append(parts[0])
         elif path.is_file():
-            others += 1
-    if others:
-        print(f'note    {root}: left out {others} files that are hidden or are not photos')
+            left_out += 1
+    if left_out:
+        print(f'note    {root}: left out {left_out} files that are hidden or not photos')
     return np.array(paths), np.array(names)
 
 def load_folder(folder):
-    """train.npz, perhaps with test.npz and meta.json; or photos in CLASS/*; or in train/CLASS/*
-    and, to test, val/CLASS/* or test/CLASS/* -> train, test or None, names of classes."""
-    test, meta = None, folder / 'meta.json'
+    """A folder of arrays or photos -> train, test or None, names of classes. Arrays are train.npz
+    and, if they exist, test.npz and meta.json; photos are CLASS/*, or train/CLASS/* and, to test,
+    val/CLASS/* or test/CLASS/*."""
+    test = None
     if (folder / 'train.npz').exists():
         train = load_arrays(folder / 'train.npz')
         if (folder / 'test.npz').exists():
             test = load_arrays(folder / 'test.npz')
         classes = [str(i) for i in range(train[1].max() + 1)]
-        if meta.exists():
-            classes = json.loads(meta.read_text('utf-8'))['classes']
+        if (folder / 'meta.json').exists():
+            classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
         return train, test, classes
     root = folder / 'train' if (folder / 'train').is_dir() else folder
     paths, names = list_photos(root)
@@ -539,8 +545,8 @@ def load_folder(folder):
     return (paths, labels), test, classes.tolist()
 
 def load_data(c):
-    """train, val and test, each a pair of images and labels (N,) int64, and the names of classes.
-    Images are bytes (N, 3, H, W) or paths of photos (N,)."""
+    """c.data -> train, val and test, each a pair of images and labels (N,) int64, and the names of
+    classes. Images are bytes (N, 3, H, W) or paths of photos (N,)."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
@@ -554,7 +560,8 @@ def load_data(c):
     cut = round(c.val_fraction * len(labels))
     val, rest = order[:cut], order[cut:]
     if test is None:  # hold out as many images as for validation
-        test, rest = (images[rest[:cut]], labels[rest[:cut]]), rest[cut:]
+        held_out, rest = rest[:cut], rest[cut:]
+        test = images[held_out], labels[held_out]
     if cut < 1 or len(rest) < 1:
         fail(f'--data {c.data}: validation takes {cut} of {len(labels)} images: set --val-fraction')
     highest = max(labels.max(), test[1].max())
@@ -576,8 +583,8 @@ COLOURS = {  # mean and standard deviation of red, green and blue, as in the rep
 }
 
 def read_photo(path, size, draws=None):
-    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, with four
-    random numbers, a crop of 8 to 100% of its area whose aspect is 3:4 to 4:3."""
+    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, if draws has
+    four random numbers, a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3."""
     PIL = pillow()
     try:
         with PIL.Image.open(str(path)) as file:
@@ -591,7 +598,7 @@ def read_photo(path, size, draws=None):
         raise OSError(f'cannot read {path} as a photo: {error}')
     width, height = image.size
     if draws is None:
-        w = h = min(width, height) * (0.875 if size > 64 else 1.0)
+        w = h = min(width, height) * (0.875 if size > 64 else 1.0)  # 224 of 256
         left, top = (width - w) / 2, (height - h) / 2
     else:
         area = width * height * (0.08 + 0.92 * draws[0])
@@ -601,40 +608,36 @@ def read_photo(path, size, draws=None):
     image = image.resize((size, size), PIL.Image.BICUBIC, (left, top, left + w, top + h))
     return np.asarray(image).transpose(2, 0, 1)
 
-def mean_and_std(c, device):
-    """Mean and standard deviation of each colour's bytes, (3, 1, 1)."""
-    colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
-    return 255 * colours[:, :, None, None]
-
 def normalise(images, size, c, device='cpu'):
-    """Bytes (B, 3, H, W), or paths (B,) of photos, of which it takes the centre -> float32
-    (B, 3, size, size) of mean about 0 and standard deviation about 1."""
+    """Bytes (B, 3, H, W), or paths (B,) of photos to crop at their centre -> (B, 3, size, size)
+    float32, with a mean near 0 and a standard deviation near 1."""
     if images.ndim == 1:
         images = np.stack(list(THREADS.map(lambda path: read_photo(path, size), images)))
     if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.uint8:
         fail(f'images must be bytes (N, 3, H, W), not {images.dtype} {images.shape}')
-    mean, std = mean_and_std(c, device)
+    colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
+    mean, std = 255 * colours[:, :, None, None]  # of bytes, (3, 1, 1)
     x = (torch.from_numpy(images).to(device).float() - mean) / std
     if x.shape[2:] != (size, size):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
 def randaugment(image, draws, policy):
-    """One of 16 operations on a Pillow image, at strength 14 of 30."""
+    """One of 16 operations on a Pillow image, at strength 14 of 30, by four random numbers."""
     PIL = pillow()
     ops, enhance = PIL.ImageOps, PIL.ImageEnhance
-    operation, sign, at_y, at_x = draws
+    which, sign, at_y, at_x = draws
     width, height = image.size
     strength = 14 / 30
-    s = strength if sign < 0.5 else -strength
-    far_x = far_y = 100 * s  # pixels, meant for images of 224
+    signed = strength if sign < 0.5 else -strength
+    far_x = far_y = 100 * signed  # pixels, meant for images of 224: those of 32 turn black
     if policy == 'fixed':
-        far_x, far_y = 0.45 * width * s, 0.45 * height * s
+        far_x, far_y = 0.45 * width * signed, 0.45 * height * signed  # timm's
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
         return image.transform((width, height), PIL.Image.AFFINE, matrix)
 
-    def cutout():  # a grey square, moved inside at the top and left only, as in its source
+    def cutout():  # a grey square; at the top and left it is moved inside, as in its source
         side = 40 * strength
         left, top = int(max(0, at_x * width - side / 2)), int(max(0, at_y * height - side / 2))
         image.paste((125, 123, 114), (left, top, left + int(side) + 1, top + int(side) + 1))
@@ -644,29 +647,30 @@ def randaugment(image, draws, policy):
         lambda: ops.autocontrast(image),
         lambda: ops.equalize(image),
         lambda: ops.invert(image),
-        lambda: image.rotate(30 * s),
-        lambda: ops.posterize(image, 1),  # bits
+        lambda: image.rotate(30 * signed),
+        lambda: ops.posterize(image, 1),  # keeps one bit
         lambda: ops.solarize(image, 256 * strength),
         lambda: ops.solarize(image.point(lambda level: min(255, level + 51)), 128),
-        lambda: enhance.Color(image).enhance(0.94),  # 1 would leave all as it is
+        lambda: enhance.Color(image).enhance(0.94),  # 1 would change nothing
         lambda: enhance.Contrast(image).enhance(0.94),
         lambda: enhance.Brightness(image).enhance(0.94),
         lambda: enhance.Sharpness(image).enhance(0.94),
-        lambda: affine(1, 0.3 * s, 0, 0, 1, 0),  # shear
-        lambda: affine(1, 0, 0, 0.3 * s, 1, 0),
+        lambda: affine(1, 0.3 * signed, 0, 0, 1, 0),  # shear
+        lambda: affine(1, 0, 0, 0.3 * signed, 1, 0),
         cutout,
         lambda: affine(1, 0, far_x, 0, 1, 0),  # translate
         lambda: affine(1, 0, 0, 0, 1, far_y),
     ]
-    return operations[int(operation * len(operations))]()
+    return operations[int(which * len(operations))]()
 
-DRAWS = 11  # random numbers for an image: crop y, x; flip; twice: operation, sign, point y, x
+DRAWS = 11  # random numbers for an image: crop y, x; flip; twice operation, sign, y, x
 
 def augment(x, draws, c, size=None):
     """The path of a photo -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
-    operations and is cropped after padding with 4 black pixels. Half of both are mirrored."""
+    operations, 4 black pixels on each side and a random crop. Half of both kinds are mirrored."""
     if isinstance(x, str):
-        x, mirror = read_photo(x, size, draws), draws[4] < 0.5
+        x = read_photo(x, size, draws)
+        mirror = draws[4] < 0.5
     else:
         if c.randaugment != 'none':
             image = pillow().Image.fromarray(np.ascontiguousarray(x.transpose(1, 2, 0)))
@@ -676,12 +680,13 @@ def augment(x, draws, c, size=None):
         _, H, W = x.shape
         top, left = (9 * draws[:2]).astype(int)
         padded = np.pad(x, ((0, 0), (4, 4), (4, 4)))
-        x, mirror = padded[:, top:top + H, left:left + W], draws[2] < 0.5
+        x = padded[:, top:top + H, left:left + W]
+        mirror = draws[2] < 0.5
     return x[..., ::-1] if mirror and c.flip else x
 
 def mix(images, rng):
-    """Mixup or cutmix, equally likely, of images (B, 3, H, W) and the batch reversed -> images, and
-    the share that each keeps of itself."""
+    """Mix images (B, 3, H, W) with the same batch reversed, by mixup or cutmix (equally likely) ->
+    images, and the share that each keeps of itself."""
     other = images.flip(0)
     if rng.random() < 0.5:
         share = rng.beta(0.8, 0.8)
@@ -693,11 +698,11 @@ def mix(images, rng):
     (top, left), (bottom, right) = corners.round().astype(int)
     mixed = images.clone()
     mixed[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
-    return mixed, 1 - (bottom - top) * (right - left) / size.prod()  # the border may cut the box
+    return mixed, 1 - (bottom - top) * (right - left) / size.prod()  # borders may cut the box
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. What c leaves open comes from data; a saved c, with none, is complete."""
+    """A model on the CPU. data completes c; it is None where c is that of a saved model."""
     if data:
         c = replace(c, classes=data.classes, num_classes=len(data.classes))
     model = ViT(c)
@@ -706,13 +711,14 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """Start from a checkpoint of this script, timm or DeiT: their keys are ours. Positions are
-    resized; what the file lacks, such as W^s, and an output layer for other classes start anew."""
-    weights, own = read_weights(path, num_heads=model.config.num_heads), model.state_dict()
+    """Start from a checkpoint of this script, timm or DeiT. Their keys are ours. Positions are
+    resized. What the file lacks, such as W^s, and a head for other classes start anew."""
+    weights = read_weights(path, num_heads=model.config.num_heads)
+    own = model.state_dict()
     if 'pos_embed' in weights:
         g = math.isqrt(own['pos_embed'].size(1))
         weights['pos_embed'] = resize_positions(weights['pos_embed'], (g, g))
-    if len(weights.get('head.weight', ())) != len(own['head.weight']):  # other classes
+    if len(weights.get('head.weight', ())) != len(own['head.weight']):
         weights = {name: p for name, p in weights.items() if not name.startswith('head.')}
     new = [name for name in own if name not in weights]
     if new:
@@ -723,7 +729,7 @@ def load_weights(model, path):
         fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
 def make_optimizer(model, c):
-    """SET-Adam [BF Sec. 5.3], or AdamW, which decays matrices named `weight`."""
+    """SET-Adam [BF Sec. 5.3], or AdamW, with weight decay for matrices and convolutions only."""
     if c.optimizer == 'set-adam':
         return SETAdam(model.parameters(), c.learning_rate)
     matrices, others = [], []
@@ -734,13 +740,13 @@ def make_optimizer(model, c):
               dict(params=others, weight_decay=0.0)]
     return torch.optim.AdamW(groups, c.learning_rate)  # betas 0.9 and 0.999, as SET-Adam's
 
-@functools.lru_cache(2)
+@functools.lru_cache(2)  # a batch may begin in one epoch and end in the next
 def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of micro-batch `micro`: images (B, 3, size, size), labels (B,), and the
-    share that each image keeps of itself. They depend on seed and step alone."""
+    """This process's rows of micro-batch number `micro`: images (B, 3, size, size), labels (B,),
+    and the share that each image keeps of itself. They depend only on seed and step."""
     images, labels = data.train
     n, per_step = len(labels), c.batch_size * c.grad_accum_steps
     begin = step * per_step  # in an endless sequence of shuffled epochs
@@ -750,11 +756,12 @@ def get_batch(data, c, step, micro, device):
     draws = stream('chance', c.seed, step).random((per_step, DRAWS))[rows]
     growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
     size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
-    run = THREADS.map if images.ndim == 1 else map  # only decoding photos gains from threads
-    batch = run(lambda x, row: augment(x, row, c, size), images[index], draws)
+    apply = THREADS.map if images.ndim == 1 else map  # only decoding photos gains from threads
+    batch = apply(lambda x, row: augment(x, row, c, size), images[index], draws)
     x = normalise(np.stack(list(batch)), size, c, device)
-    y, share = torch.from_numpy(labels[index]).to(device), 1.0
-    if c.mix:  # pairs images within a process: here the number of processes matters
+    y = torch.from_numpy(labels[index]).to(device)
+    share = 1.0
+    if c.mix:  # pairs the images of one process, so the number of processes matters
         x, share = mix(x, stream('mix', c.seed, step, micro, RANK))
     return x, y, share
 
@@ -770,23 +777,24 @@ def loss_of(model, batch, c):
 @torch.no_grad()
 def loss_and_accuracy(model, images, labels, c, device):
     """Loss in nats per image, and the share of images that the model gets right."""
-    loss, right = 0.0, 0
+    loss, correct = 0.0, 0
     for i in range(0, len(labels), c.batch_size):
         x = normalise(images[i:i + c.batch_size], c.image_size, c, device)
         y = torch.from_numpy(labels[i:i + c.batch_size]).to(device)
         logits = model(x).float()  # (B, K)
         loss += F.cross_entropy(logits, y, reduction='sum').item()
-        right += (logits.argmax(1) == y).sum().item()
-    return loss / len(labels), right / len(labels)
+        correct += (logits.argmax(1) == y).sum().item()
+    return loss / len(labels), correct / len(labels)
 
 @torch.no_grad()
 def diagnose(model, images):
-    """Statistics of the class token's attention: for each layer a dict of means over the images,
-    and maps (B, h, w), the heads' mean softmax weight on each patch, scaled to a largest of 1.
+    """Images (B, 3, H, W) -> for each layer a dict of statistics of the class token's attention,
+    means over the images; and for each layer a map (B, h, w) of its softmax weights on the patches,
+    a mean over the heads, scaled so that the largest is 1.
 
-    mh = ||MH||, update = ||Phi|| or ||Delta||, *_out: of the same after W^o, cos_* its cosine with
-    the layer's input X, alpha = <MH,V> / <V,V>, gamma. Delta is never longer than MH [BF Eq. 11],
-    but after W^o it can be, although BF says otherwise.
+    mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
+    update_out are the same after W^o (BF claims the inequality there, too, but it need not hold);
+    cos_mh and cos_update are the cosines of those with the input X; alpha is <MH,V> / <V,V>.
     """
     c, rows, maps = model.config, [], []
     x, grid = model.embed(images)  # (B, T, C)
@@ -794,9 +802,10 @@ def diagnose(model, images):
         attn = block.attn
         q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
         update = ATTENTION[c.attention](mh, v, attn.gamma)
-        update = update[0] if type(update) is tuple else update  # of belief-star: Delta
+        if c.attention == 'belief-star':
+            update, _ = update  # Delta, without Delta_s
         token = x[:, 0]  # (B, C)
-        mh, v, update = [t[:, 0].flatten(1).to(x) for t in (mh, v, update)]  # (B, nh hs), not half
+        mh, v, update = [t[:, 0].flatten(1).to(x) for t in (mh, v, update)]  # (B, nh hs), x's dtype
         mh_out, update_out = [(t @ attn.proj.weight.T).to(x) for t in (mh, update)]
         figures = dict(
             mh=mh.norm(dim=1), update=update.norm(dim=1),
@@ -815,7 +824,7 @@ def diagnose(model, images):
     return rows, maps
 
 def evaluate(model, data, c, device):
-    """Validation loss and accuracy, and diagnose's statistics of 64 images, as 0.mh for layer 0."""
+    """Validation loss and accuracy, and what diagnose says of 64 images: 0.mh is mh in layer 0."""
     images, labels = data.val
     n = c.eval_rows or len(labels)
     loss, accuracy = loss_and_accuracy(model, images[:n], labels[:n], c, device)
@@ -826,7 +835,7 @@ def evaluate(model, data, c, device):
     return figures
 
 def learning_rate(step, c):
-    """The rate of a step, counted from 0: it rises linearly, then falls along a cosine."""
+    """The learning rate of a step, counted from 0."""
     if step < c.warmup_iters:
         return c.learning_rate * ((step + 1) / (c.warmup_iters + 1))
     done = 1 - (c.max_iters - step) / (c.max_iters - c.warmup_iters)
@@ -834,7 +843,7 @@ def learning_rate(step, c):
     return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on the micro-batches together -> their mean loss, norm of gradients."""
+    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -842,18 +851,18 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sums over the processes
+    if WORLD > 1:  # sum over the processes
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16: not where gradients overflowed
+    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
     scaler.update()
     return total.item(), norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). folder: where checkpoints
-    and log.csv go, None for nowhere. data: what load_data returns, or your own."""
+    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    go to the folder, if any. data is what load_data returns, or an object of your own like it."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -865,9 +874,9 @@ def train(c, folder=None, data=None):
     if c.resume:
         saved = load_checkpoint(Path(folder, 'ckpt.pt'))
         model.load_state_dict(saved['model'])
-        moments = saved['optimizer']  # rates and decay are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
-        scaler.load_state_dict(saved['scaler'] or scaler.state_dict())  # {}: not in float16
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+        if saved['scaler']:  # it was trained in float16
+            scaler.load_state_dict(saved['scaler'])
         start, seconds, log, losses = saved['progress']
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {c.data}, {len(data.train[1]):,} images of {len(data.classes)} classes, '
@@ -876,7 +885,7 @@ def train(c, folder=None, data=None):
 
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
-            # save first: a run that is resumed from here evaluates again
+            # save first; a run that is resumed from here evaluates again
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
                          scaler=scaler.state_dict(), config=asdict(model.config),
                          progress=(step, seconds, log, losses))
@@ -889,26 +898,26 @@ def train(c, folder=None, data=None):
             if step == c.max_iters:  # the test set is for the end
                 row['test_acc'] = loss_and_accuracy(model, *data.test, c, device)[1]
             log, losses = [*log, row], []
-            if not row['val_acc'] < max(past['val_acc'] for past in log):  # nan is not, either
+            if not row['val_acc'] < max(past['val_acc'] for past in log):  # also where it is nan
                 save(folder, 'best.pt', state)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
             break
 
-        # one step; batch and dropout follow from seed and step, so a resumed run repeats them
+        # one step; seed and step decide batch and dropout, so a resumed run repeats them
         clock = time.time()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # of dropout
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c)
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
         loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16 an overflow skips its step and halves the scale, until that is 1
+        # in float16, a step that overflows is skipped and halves the scale, down to 1
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or look at an edited formula')
-        losses.append(loss)  # p.grad still holds this step's gradients, clipped
+        losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
         if done % c.log_interval == 0:
@@ -920,10 +929,10 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, predict ------------------------------------
 def report(c, model, log, folder, data):
-    """The result beside a linear model's, as text; and pictures of the run and of its layers."""
+    """Draw the run and its layers -> text: the result, beside that of a linear model."""
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss (nats per image)', 'loss'),
-        ('validation accuracy (share)', 'val_acc')])
+        ('validation accuracy (0 to 1)', 'val_acc')])
     draw_layers(folder / 'layers.png', log, c.depth)
     draw_attention(folder / 'attention.png', model, data.val[0][:8], c)
     _, best_model = load_run(replace(c, folder=str(folder)))
@@ -938,7 +947,7 @@ def report(c, model, log, folder, data):
             f'python {SCRIPT}.py predict --folder {folder} --images PHOTO')
 
 def linear_accuracy(data, c):
-    """Test accuracy of ridge regression on the pixels of up to 10,000 images: a baseline."""
+    """Test accuracy of ridge regression on the pixels of up to 10,000 images."""
     def pixels_and_labels(images, labels):
         x = normalise(images[:10000], 32, c).flatten(1)
         return F.pad(x, (0, 1), value=1.0), torch.from_numpy(labels[:10000])  # a 1 for the bias
@@ -949,15 +958,15 @@ def linear_accuracy(data, c):
     return ((test_x @ weights).argmax(1) == test_y).float().mean().item()
 
 def draw_layers(path, log, depth):
-    """What diagnose finds, layer by layer over the steps: BF's Fig. 3."""
+    """What diagnose finds, layer by layer over the steps, as in BF's Fig. 3."""
     layers = {}
     for i in range(depth):
         rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
         layers[f'layer {i}'] = rows
     draw(path, layers, [
-        ('mean length: MH, dashed: update', 'mh', 'update'),
+        ('length of MH, dashed: of the update', 'mh', 'update'),
         ('the same after the output projection', 'mh_out', 'update_out'),
-        ('their cosine with the input X', 'cos_mh', 'cos_update'),
+        ('cosine of the latter with the input X', 'cos_mh', 'cos_update'),
         ('alpha = <MH,V> / <V,V>', 'alpha')])
 
 def draw_attention(path, model, images, c):
@@ -967,8 +976,7 @@ def draw_attention(path, model, images, c):
     except ImportError:
         return  # draw has said so
     x = normalise(images, c.image_size, c, model.head.weight.device)
-    mean, std = mean_and_std(c, x.device)
-    colours = ((x * std + mean) / 255).clip(0, 1)  # (B, 3, H, W)
+    colours = (x - x.min()) / (x.max() - x.min())  # from 0 to 1
     rows = [colours]
     for light in diagnose(model, x)[1]:
         light = F.interpolate(light[:, None], x.shape[2:])  # (B, 1, H, W)
@@ -977,7 +985,8 @@ def draw_attention(path, model, images, c):
     picture = Figure(figsize=(1.5 * len(x), 1.5 * len(rows)), layout='tight')
     axis = picture.subplots()
     axis.imshow(sheet.flatten(2, 3).flatten(0, 1).cpu())  # (rows H, B W, 3)
-    axis.set(xticks=[], yticks=[(i + 0.5) * x.size(2) for i in range(len(rows))],
+    axis.set(title='brightest where the class token attends most', xticks=[],
+             yticks=[(i + 0.5) * x.size(2) for i in range(len(rows))],
              yticklabels=['image', *(f'layer {i}' for i in range(c.depth))])
     picture.savefig(path)
 
