@@ -2,36 +2,37 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
 # ///
-"""A GPT-2 that attends to few tokens: masks learned by distillation, and what they cost in quality.
+"""A GPT-2 that sees few tokens: masks learned by distillation, and what they cost in quality.
 
-The report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) replaces the
-causal mask of GPT-2, the teacher, with a linear combination of candidate masks, and trains this
-student to match its teacher's distributions. It sets five goals: four of quality, measured here,
-and one of memory, which experiments/memory.py measures.
+The report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) gives every
+layer of GPT-2 a linear combination of candidate masks, and trains this student to predict what its
+teacher, the unchanged GPT-2, predicts. Of its five goals, four are about quality and measured here;
+experiments/memory.py measures the fifth, memory.
 
     the report     what                                                  function
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, log_coefficients
-    [MA Sec. 2.1]  KL(P_base || P_custom), mean over tokens              token_kl
+    [MA Sec. 2.1]  KL(P_base || P_custom)                                token_kl
     [MA Sec. 2.5]  L1, the sum of the c_k                                loss_of
     [MA Sec. 2.4]  accuracy, attention MSE, gradient cosine, KL          CRITERIA, fidelity
-    [MA Sec. 3]    its figures: every layer's c_k over the steps         draw_layers
+    [MA Sec. 3]    its figures: the c_k of a layer during training       draw_layers
 
-The report does not number its sections; we count them. Its "linear combination of masks" can be
-read in three ways, see READINGS. In the default reading only the ratios of the c_k matter, so L1
-drives every alpha to minus infinity, as the report observed.
+The report does not number its sections; we count them. It does not say how W enters attention:
+READINGS has three ways. In the default one only the ratios of the c_k matter, so L1 can lower them
+all at no cost, and drives every alpha to minus infinity, as the report observed.
 
     python mask_distill.py                              # a teacher, then a student: 3 minutes
     python mask_distill.py --resume                     # continue the last run
-    python mask_distill.py --init FILE --masks last5    # another student, of the teacher in FILE
-    python mask_distill.py sample --prompt "def main("  # teacher and student, side by side
+    python mask_distill.py --init FILE --masks last5    # another student of the teacher in FILE
+    python mask_distill.py sample --prompt "def main("  # teacher and student continue a text
     python mask_distill.py criteria --eval-rows 0       # judge the last run on all validation text
-    python mask_distill.py teacher --n-layer 6          # a teacher of your own
+    python mask_distill.py teacher --n-layer 6          # train a teacher alone
     python mask_distill.py --preset report004           # the report's experiment, from GPT-2
 
-The first ends with 48 % of the pairs kept, 1.005 of the teacher's accuracy, KL 0.0102, gradient
-cosine 0.977; 2 of 4 criteria pass (644,224 parameters, one seed). With --masks window:96+sinks:4
-95 % are kept, and all criteria pass. [choice] marks where the report is silent, [deviation] where
-we differ on purpose. You can stop reading at the banner `runs`: all four scripts share the rest.
+The first keeps 48 % of the pairs of tokens, with 1.005 of the teacher's accuracy, KL 0.0102 and
+gradient cosine 0.977, and passes 2 of 4 criteria (644,224 parameters, one seed). With --masks
+window:96+sinks:4 it keeps 95 % and passes all four. [choice] marks where the report is silent,
+[deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four scripts
+share the rest.
 """
 import argparse
 import copy
@@ -58,8 +59,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'mask_distill'
-RANK = int(os.environ.get('RANK', 0))         # torchrun's: which process this is,
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # of how many
+RANK = int(os.environ.get('RANK', 0))         # index of this process,
+WORLD = int(os.environ.get('WORLD_SIZE', 1))  # and their number, as torchrun sets them
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -67,18 +68,18 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ the report's method ------------------------------------
-KINDS = {  # a term of --masks: may token i attend to j <= i? Windows and offsets end before `far`
-    # for `--masks stride:N` add a line of your own, say (i - j) % n == 0
-    'all': lambda i, j, n, far: i >= j,
-    'window': lambda i, j, n, far: i - j < n,
-    'offset': lambda i, j, n, far: i - j == n,
-    'first': lambda i, j, n, far: j < n,
-    'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),  # first tokens, but no pair twice
+KINDS = {  # kind:N in --masks: does token i see token j? (A later one it never sees.)
+    # for a kind of your own add a line, such as: 'stride': lambda i, j, n, far: (i - j) % n == 0,
+    'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
+    'window': lambda i, j, n, far: i - j < n,                 # the last N
+    'offset': lambda i, j, n, far: i - j == n,                # the one N tokens back
+    'first': lambda i, j, n, far: j < n,                      # the first N
+    'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),   # the first N beyond all windows
 }
 NAMED = {
     'all': 'all:1',
     'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # the report's five masks
-    'windows': 'window:5+window:10+first:5',                  # its previous three
+    'windows': 'window:5+window:10+first:5',                  # its earlier three
     'first-all': 'first:1+all:1',                             # its experiment with L1
 }
 
@@ -89,7 +90,8 @@ def candidates(masks):
     for term in written_out.split('+'):
         kind, _, n = term.partition(':')
         if kind not in KINDS or not n.isdecimal() or (int(n) == 0 and kind != 'offset'):
-            fail(f'--masks {masks}: {term!r} is none of {":N, ".join(KINDS)}:N, {", ".join(NAMED)}')
+            choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
+            fail(f'--masks {masks}: {term!r} is none of {", ".join(choices)}')
         found.append((kind, int(n)))
     return found
 
@@ -101,12 +103,12 @@ def window_and_first(masks):
     return max(largest['window'], largest['offset'] + 1), max(largest['first'], largest['sinks'])
 
 def is_local(masks):
-    """Whether blocked_attention can hold all masks: windows, offsets and first tokens."""
-    return {kind for kind, _ in candidates(masks)} <= {'window', 'offset', 'first', 'sinks'}
+    """Whether all masks are near or first tokens, which is what blocked_attention computes."""
+    return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in candidates(masks))
 
 def log_coefficients(alpha):
-    """log sigmoid(alpha), (K,). [choice] A mask whose coefficient is below a thousandth of the
-    largest is closed: -inf.  [MA Sec. 3]"""
+    """log sigmoid(alpha), (K,). [choice] As a sigmoid is never 0, a mask is closed (-inf) where its
+    coefficient is below a thousandth of the largest.  [MA Sec. 3]"""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -114,12 +116,12 @@ def mixture(coef, M):
     """W = sum_k c_k M_k from K coefficients and masks (..., Tq, T) -> (..., Tq, T).  [MA Sec. 3]"""
     return sum(c_k * m for c_k, m in zip(coef, M))
 
-def open_masks(masks, log_c, i, j):
-    """K + 1 masks (..., Tq, T) for queries at i (..., Tq) and keys at j (..., T), and c / max c
-    (K + 1,). [choice] The last mask, with the largest coefficient, holds a token's own pair where
-    no open mask does, so that no row is empty."""
+def masks_at(masks, log_c, i, j):
+    """The masks (..., Tq, T) of queries at positions i (..., Tq) and keys at j (..., T), and their
+    coefficients over the largest, (K + 1,). [choice] In one more mask than the K a token sees
+    itself where no open mask lets it, so that no row is empty."""
     i, j = i[..., None], j[..., None, :]
-    causal = (0 <= j) & (j <= i)
+    causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
     M = [KINDS[kind](i, j, n, far) & causal for kind, n in candidates(masks)]
     coef = (log_c - log_c.max()).exp()  # (K,)
@@ -130,16 +132,16 @@ def safe_log(w):
     """log w; where w is 0, -inf with a gradient of 0."""
     return w.clamp_min(torch.finfo(w.dtype).tiny).log().masked_fill(w == 0, -math.inf)
 
-def each_softmax(S, M, coef):
+def separate_softmaxes(S, M, coef):
     """sum_k c_k softmax(S on M_k), where a mask without tokens adds nothing."""
-    least = torch.finfo(S.dtype).min
+    least = torch.finfo(S.dtype).min  # -inf would give such a mask nan
     return sum(c_k * (F.softmax(S.masked_fill(~m, least), -1) * m) for c_k, m in zip(coef, M))
 
-READINGS = {  # from scores S (B, nh, Tq, T), K + 1 masks M (Tq, T) and coefficients (K + 1,)
-    # [choice] the first: rows add up to 1, and a coefficient is a bias on the scores
+READINGS = {  # attention weights from scores S (B, nh, Tq, T), masks M and coefficients of masks_at
+    # [choice] the first is the default: its rows add up to 1
     'renormalised': lambda S, M, coef: F.softmax(S + safe_log(mixture(coef, M)), -1),
     'unnormalised': lambda S, M, coef: mixture(coef, M) * F.softmax(S, -1),
-    'separate': each_softmax,
+    'separate': separate_softmaxes,
 }
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
@@ -151,8 +153,8 @@ def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j
     if log_c is None:
         log_c = torch.zeros(len(candidates(masks)), device=q.device)
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
-    M, coef = open_masks(masks, log_c, i, j)
-    if reading != 'renormalised':  # that one reads neither the future nor max c
+    M, coef = masks_at(masks, log_c, i, j)
+    if reading != 'renormalised':  # there log W excludes the future, and the scale of c cancels
         S = S.masked_fill(i[..., None] < j[..., None, :], -math.inf)
         coef = coef * log_c.max().exp()
     return READINGS[reading](S, M, coef)
@@ -165,15 +167,15 @@ def dense_attention(q, k, v, masks='all', log_c=None, reading='renormalised'):
 def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     """dense_attention for local masks and the default reading, in O(T window).
 
-    A block of b queries q sees the b + window - 1 keys k near it and the first tokens f. With
-    b = 3, window = 4 and one first token:
+    A block of b queries sees the keys near it, b + window - 1 of them, and those of the first
+    tokens. With b = 3, window = 4 and one first token:
         position  0 1 2 3 4 5 6 7 8
         queries               q q q
         keys      f     k k k k k k
     """
     B, nh, T, hs = q.shape
     window, first = [min(size, T) for size in window_and_first(masks)]
-    b = min(block or max(16, min(window, 128)), T)  # queries in a block
+    b = min(block or max(16, min(window, 128)), T)  # queries in a block: by default, about a window
     n = math.ceil(T / b)  # blocks
     padding = n * b - T  # after the last token
     i = torch.arange(n * b, device=q.device).view(n, b)
@@ -193,16 +195,16 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
 
 def token_kl(teacher_logits, logits):
     """Logits (B, T, V) -> KL(teacher || student) of each token (B, T), in nats.  [MA Sec. 2.1]"""
-    p, q = F.log_softmax(teacher_logits, dim=-1), F.log_softmax(logits, dim=-1)
-    return (p.exp() * (p - q)).sum(-1)
+    log_p, log_q = F.log_softmax(teacher_logits, dim=-1), F.log_softmax(logits, dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 @torch.no_grad()
 def kept_pairs(alphas, masks, T):
-    """The share of the T (T + 1) / 2 causal pairs that open masks hold, averaged over layers."""
+    """The share of the T (T + 1) / 2 pairs j <= i that open masks hold, averaged over layers."""
     shares = []
     i = torch.arange(T, device=alphas[0].device)
     for alpha in alphas:
-        M, coef = open_masks(masks, log_coefficients(alpha), i, i)
+        M, coef = masks_at(masks, log_coefficients(alpha), i, i)
         shares.append((mixture(coef, M) > 0).sum().item() / (T * (T + 1) / 2))
     return sum(shares) / len(shares)
 
@@ -211,17 +213,17 @@ def kept_pairs(alphas, masks, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
     # the report's method
-    masks: str = 'window:32+sinks:4'  # all, window:N, offset:N, first:N, sinks:N, names; join by +
-    reading: str = 'renormalised'  # a name in READINGS: what the combination of masks means
-    learn: str = 'attention'       # alphas: only those; attention: also c_attn and c_proj
+    masks: str = 'window:32+sinks:4'  # KIND:N of KINDS and names in NAMED, joined by +
+    reading: str = 'renormalised'  # a name in READINGS: how the masks enter attention
+    learn: str = 'attention'       # alphas: only those; attention: c_attn and c_proj, too
     l1: float = 0.0                # weight of the report's penalty on coefficients
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
-    stage: str = 'student'         # set by the action: student (train) or teacher
-    init: str = ''                 # a teacher's file, best.pt or a GPT-2's; '': train one first
+    stage: str = 'student'         # or teacher: what is trained; the action sets it
+    init: str = ''                 # a teacher's best.pt or a GPT-2's weights; '': train one first
     teacher_iters: int = 600       # optimiser steps of a teacher trained here
     teacher_lr: float = 2e-3       # its learning rate at its peak
-    n_layer: int = 3               # its sizes, down to vocab_size; a file given to --init wins
+    n_layer: int = 3               # from here to vocab_size: sizes of a teacher trained here
     n_head: int = 0                # 0: one for every 64 channels, at least 4
     n_embd: int = 128
     positions: int = 0             # 0: as many as block_size
@@ -229,22 +231,22 @@ class Config:
     block_size: int = 128          # tokens in a sequence
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data know theirs
+    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data record theirs
     samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
     # training
     seed: int = 1337               # of weights and batches
     max_iters: int = 150           # optimiser steps
     batch_size: int = 16           # sequences in memory at once, shared among the processes
     grad_accum_steps: int = 1      # batches in an optimiser step
-    learning_rate: float = 5e-4    # of the attention's weights, at its peak
+    learning_rate: float = 5e-4    # at its peak; of a student's c_attn and c_proj
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
     warmup_iters: int = 20
-    weight_decay: float = 0.1      # AdamW's, on matrices of a teacher trained here
+    weight_decay: float = 0.1      # AdamW's, on a teacher's matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 50        # steps between evaluations, and between checkpoints
     eval_rows: int = 64            # validation sequences, the same ones every time; 0: all
     dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
-    # machine: from here on, settings may differ when a run resumes
+    # machine: from here on, settings may change when a run is resumed
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
@@ -252,7 +254,7 @@ class Config:
     resume: bool = False           # continue --folder or the last run; without one, start it
     out_dir: str = 'out'           # where runs are written
     # actions
-    folder: str = ''               # sample, criteria, --resume: a run's; default: the last run's
+    folder: str = ''               # sample, criteria, --resume: a run's folder; default: the last
     prompt: str = ''               # sample: a text to continue; default: four of the report's
     new_tokens: int = 100          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
@@ -276,8 +278,8 @@ PRESETS = {
     't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6,
                n_embd=384, block_size=256, data='wikitext-2', max_iters=600, learning_rate=1e-4,
                eval_interval=100, threads=0),
-    # [choice] batch, rates, weight of L1; 512 tokens, where the report has "up to 512"; and that
-    # attention is trained, without which the loss does not drop as the report's does
+    # [choice] batch size, learning rates, weight of L1; 512 tokens (the report: "up to 512"); and
+    # attention is trained, since otherwise the loss does not drop as the report's does
     'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2/model.safetensors',
                       n_head=12, block_size=512, data='wikitext-2', samples=1000, batch_size=4,
                       grad_accum_steps=2, max_iters=12500,  # 100 epochs of 125 steps
@@ -304,7 +306,7 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's, by PyTorch's fused kernel; a student's has masks and an alpha for each."""
+    """GPT-2's, by PyTorch's fused kernel; in a student with masks, and an alpha for each."""
     def __init__(self, c):
         super().__init__()
         self.n_head = c.heads
@@ -313,8 +315,8 @@ class SelfAttention(nn.Module):
         self.masks, self.reading, self.alpha = 'all', 'renormalised', None
 
     def attend(self, q, k, v, maps=None):
-        """q (B, nh, Tq, hs), k and v (B, nh, T, hs) with Tq = T, or 1 with a cache -> like q."""
-        whole = q.size(2) == k.size(2)  # no cache: as many queries as keys
+        """q (B, nh, Tq, hs), k and v (B, nh, T, hs) -> like q. Tq is T or, with a cache, 1."""
+        whole = q.size(2) == k.size(2)  # a single query is the newest token's and sees every key
         log_c = None if self.alpha is None else log_coefficients(self.alpha)
         if maps is not None:
             with torch.no_grad():
@@ -369,7 +371,7 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(c.n_embd)
         for name, p in self.named_parameters():
             if name.endswith('.weight') and p.dim() == 2:  # biases and norms stay as they are
-                # each has its own generator, so that what else is in the model changes nothing
+                # from its own generator: what two models share starts out equal
                 generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
                 nn.init.normal_(p, 0.0, std, generator=generator)
@@ -392,21 +394,23 @@ class GPT2(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0):
         """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token. [choice]
-        A cache cannot shift: when it is full, the last half of its tokens is encoded afresh."""
+        Once all positions are taken, the cache starts again with the last half of the tokens."""
         positions = len(self.wpe.weight)
-        new, cache = idx[:, -positions:], [{} for _ in self.h]
+        window, cache = idx[:, -positions:], [{} for _ in self.h]
         for _ in range(max_new_tokens):
             if cache[0] and cache[0]['k'].size(2) == positions:
-                new, cache = idx[:, -(positions // 2):], [{} for _ in self.h]
-            logits = self(new, cache, last=True)[:, -1]  # (B, V)
-            new = logits.argmax(-1, keepdim=True)  # (B, 1)
+                window, cache = idx[:, -max(1, positions // 2):], [{} for _ in self.h]
+            logits = self(window, cache, last=True)[:, -1]  # (B, V)
             if temperature:
-                new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
-            idx = torch.cat([idx, new], dim=1)
+                token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
+            else:
+                token = logits.argmax(-1, keepdim=True)
+            idx = torch.cat([idx, token], dim=1)
+            window = token  # the cache has the tokens before it
         return idx
 
 def substitute(teacher, c):
-    """A student: a copy of the teacher with masks, of which only what --learn says is trained."""
+    """A student: a copy of the teacher, with masks. Of its parameters --learn says which train."""
     model = copy.deepcopy(teacher)
     model.config = c
     for block in model.h:
@@ -484,7 +488,7 @@ def read_meta(folder):
     return meta
 
 def load_data(c):
-    """c.data -> train and val (uint16 tokens), their tokenizer, its number of tokens."""
+    """c.data -> train and val (uint16 tokens), their tokenizer, the size of its vocabulary."""
     folder = Path(c.data if c.data.startswith('data/') else f'data/{c.data}')
     if folder.is_dir():
         tokenizer = read_meta(folder)['tokenizer']
@@ -501,13 +505,13 @@ def load_data(c):
     return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size)
 
 # ------------------------------------ training ------------------------------------
-GPT2_FORM = dict(  # fields of config.json that change the function, and their values in GPT-2
+GPT2_FORM = dict(  # fields of config.json that change what a model computes, as GPT-2 has them
     activation_function='gelu_new', layer_norm_epsilon=1e-5,
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
 
 def heads_of(path, n_head):
     """The number of heads, which weights do not show: our checkpoints say it, config.json says it
-    of other files, and without that it is n_head. A config.json of another function is refused."""
+    of other files, and without either it is n_head. A config.json of another model is refused."""
     about = load_checkpoint(path, foreign=True).get('config', {})
     beside = Path(path).with_name('config.json')
     if not about and beside.exists():
@@ -528,7 +532,7 @@ def load_gpt2(path, n_head=0):
              '`python prepare_data.py gpt2` downloads one')
     weights = {name.removeprefix('transformer.'): tensor
                for name, tensor in read_weights(path).items()
-               if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # causal masks
+               if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # these are causal masks
     if not {'wte.weight', 'wpe.weight'} <= {*weights}:
         fail(f'--init {path} is not a GPT-2: it has no wte.weight, or no wpe.weight')
     wte, wpe = weights['wte.weight'], weights['wpe.weight']
@@ -557,8 +561,11 @@ def make_model(c, data):
     if V != t.vocab_size or t.positions < c.block_size:
         fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; tokenizer '
              f'{c.tokenizer} needs {V} tokens, and --block-size {c.block_size} as many positions')
-    return substitute(teacher, replace(c, n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
-                                       positions=t.positions, vocab_size=t.vocab_size))
+    sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
+    for name, size in sizes.items():
+        if getattr(c, name) not in (size, getattr(Config, name)):  # a default asks for nothing
+            fail(f'--init {c.init} has {name} {size}: give --{name.replace("_", "-")} {size}')
+    return substitute(teacher, replace(c, vocab_size=t.vocab_size, **sizes))
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
@@ -582,14 +589,14 @@ def get_batch(data, c, step, micro, device):
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
     starts = stream('batch', c.seed, step).integers(c.samples or n, size=size)
-    if c.samples:  # of these sequences, the same ones in every step
+    if c.samples:  # then these are numbers of samples, which are the same in every step
         starts = stream('samples', c.seed).integers(n, size=c.samples)[starts]
     return sequences(data.train, starts[micro, RANK::WORLD], c, device)
 
 def loss_of(model, batch, c):
     """A teacher's cross-entropy; a student's KL and L1 on the coefficients [MA Sec. 2.5].
-    [deviation] KL is the mean over tokens, where the report has a sum, because the right l1 and
-    learning rate would then depend on the size of a batch."""
+    [deviation] The KL is a mean over tokens, not the report's sum, because with a sum the right
+    --l1 and --learning-rate would depend on the batch size."""
     x, y = batch  # (B, T) each
     if model.teacher is None:
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -599,8 +606,8 @@ def loss_of(model, batch, c):
     return token_kl(teacher_logits, model(x)).mean() + c.l1 * l1
 
 def validation(data, c, device):
-    """Batches of c.eval_rows sequences, the same ones every time, spread evenly over the validation
-    text; 0: all that fit side by side."""
+    """Batches of the same c.eval_rows sequences every time, spread evenly over the validation text;
+    with 0, all that fit side by side."""
     last = len(data.val) - c.block_size - 1
     rows = c.eval_rows or (len(data.val) - 1) // c.block_size
     starts = np.unique(np.linspace(0, last, rows).astype(np.int64))
@@ -609,8 +616,8 @@ def validation(data, c, device):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """The loss without its penalty and, for a student, the share of pairs that it keeps and every
-    coefficient, such as 0.window:32 in layer 0."""
+    """Loss on the validation sequences, without L1; of a student also the share of pairs that it
+    keeps and every coefficient, as 0.window:32 for layer 0."""
     c = replace(c, l1=0.0)
     total = rows = 0
     # float32: under autocast to bfloat16 a student that equals its teacher has a KL of 3.7e-4
@@ -628,7 +635,7 @@ def evaluate(model, data, c, device):
 
 CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
     'accuracy': ('>=', 0.95),  # its next-token accuracy / the teacher's
-    'cosine': ('>=', 0.95),    # of both gradients of [choice] cross-entropy for c_attn and c_proj
+    'cosine': ('>=', 0.95),    # of their gradients for c_attn and c_proj, of [choice] cross-entropy
     'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and [choice] pairs j <= i
     'kl': ('<=', 1e-3),        # KL(teacher || student) in nats, mean over tokens
 }
@@ -650,8 +657,8 @@ def forward_backward(model, x, y):
     return log_p.detach(), maps, torch.cat([g.flatten() for g in gradient])
 
 def fidelity(model, batches):
-    """How close a student is to its teacher on batches of (x, y), both (B, T); y = -1 is padding
-    and never counts. Perplexity is exp of the cross-entropy with the text.  [MA Sec. 2.4]"""
+    """How close a student is to its teacher on batches of (x, y), both (B, T), where y = -1 is
+    padding: CRITERIA's figures and how many pass, and both perplexities.  [MA Sec. 2.4]"""
     tokens = pairs = kl = squared_error = 0
     right, nll, gradient = [0, 0], [0, 0], [0, 0]  # of teacher and student
     for x, y in batches:
@@ -662,15 +669,15 @@ def fidelity(model, batches):
             right[who] += (log_p.argmax(-1) == target).sum()
             nll[who] += F.nll_loss(log_p, target, reduction='sum')
             gradient[who] += g
-        (p, P, _), (q, Q, _) = both
+        (log_p, teacher_maps, _), (log_q, maps, _) = both
         tokens += len(target)
-        kl += (p.exp() * (p - q)).sum()
-        for P_layer, Q_layer in zip(P, Q):
-            gap = (P_layer - Q_layer).transpose(1, 2)[real]  # (N, nh, T)
+        kl += (log_p.exp() * (log_p - log_q)).sum()
+        for teacher_P, P in zip(teacher_maps, maps):
+            gap = (teacher_P - P).transpose(1, 2)[real]  # (N, nh, T)
             squared_error += gap.square().sum()
             pairs += gap.size(1) * (real.nonzero()[:, 1] + 1).sum()  # j <= i
     tokens = max(1, tokens)  # a batch may be all padding
-    teacher_perplexity, perplexity = [(x / tokens).exp() for x in nll]
+    teacher_perplexity, perplexity = [(total / tokens).exp() for total in nll]
     figures = dict(
         kl=(kl / tokens).clamp_min(0), accuracy=right[1] / right[0].clamp_min(1),
         mse=squared_error / pairs.clamp_min(1), cosine=F.cosine_similarity(*gradient, dim=0),
@@ -680,7 +687,7 @@ def fidelity(model, batches):
     return figures
 
 def learning_rate(step, c, peak):
-    """The rate of a step, counted from 0: it rises linearly to its peak, then falls."""
+    """The rate of a step, counted from 0: it rises linearly, then falls."""
     if step < c.warmup_iters:
         factor = (step + 1) / (c.warmup_iters + 1)  # as in nanoGPT
     else:
@@ -774,9 +781,9 @@ def train(c, folder=None, data=None):
     return model, log
 
 # -------------------------- teacher, report, sample, criteria --------------------------
-# A student is reported with its last weights: if the best ones were chosen by the validation text,
-# that text could no longer judge them.
-TEACHERS = SCRIPT + '-teacher'  # the folder of their runs, under out/
+# A student is reported with its last weights. If the validation text chose the best ones, it could
+# no longer judge them.
+TEACHERS = SCRIPT + '-teacher'  # where teachers go, under out/
 
 def as_teacher(c):
     """Settings for training a teacher: a plain GPT-2 that learns the text."""
@@ -784,7 +791,7 @@ def as_teacher(c):
                    learning_rate=c.teacher_lr, samples=0)
 
 def train_student(c):
-    """A student of --init's teacher or, without one, of a teacher that is trained first."""
+    """Train a student of --init's teacher or, without --init, a teacher first."""
     if not c.init and not c.resume:
         print('stage 1 of 2: a small GPT-2, the teacher, learns the text')
         folder = [train_and_report(as_teacher(c), TEACHERS)['folder']]
@@ -795,16 +802,17 @@ def train_student(c):
     return train_and_report(c)
 
 def train_teacher(c):
-    """A teacher alone."""
+    """Train a teacher alone."""
     if c.resume and c.stage != 'teacher':
         fail(f'{c.folder} is a student\'s: name the teacher\'s with --folder')
     return train_and_report(c if c.resume else as_teacher(c), TEACHERS)
 
 def report(c, model, log, folder, data):
     """The result beside a baseline, as text; and pictures of the run and of its layers."""
-    draw(folder / 'curves.png', {c.variant: log}, [
+    what = 'KL from the teacher' if model.teacher else 'loss'
+    draw(folder / 'curves.png', {c.stage: log}, [
         ('training loss (nats per token)', 'loss'),
-        ('validation loss (nats per token)', 'val_loss')])
+        (f'validation {what} (nats per token)', 'val_loss')])
     if not model.teacher:
         return (f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token; a guess among '
                 f'all tokens gets {math.log(model.config.vocab_size):.3f}\n'
@@ -813,18 +821,17 @@ def report(c, model, log, folder, data):
     text, _ = judge(model, data, c)
     return (f'{side_by_side(c, model, PROMPTS[:2])}\n\n{text}\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-            f'next    judge it on all validation text: python {SCRIPT}.py criteria --eval-rows 0 '
-            f'--folder {folder}\n'
-            f'        or try other masks: python {SCRIPT}.py --masks last5 --init {c.init}')
+            f'next    try --masks last5 --init {c.init}, or judge this student on all validation '
+            f'text: python {SCRIPT}.py criteria --eval-rows 0 --folder {folder}')
 
 def draw_layers(path, model, log):
     """The report's figures: the coefficients of every layer over the steps."""
-    masks = [f'{kind}:{n}' for kind, n in candidates(model.config.masks)]
     layers = {}
     for i in range(len(model.h)):
-        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
-        layers[f'layer {i}'] = rows
-    draw(path, layers, [(f'coefficient of {mask}', mask) for mask in masks])
+        layers[f'layer {i}'] = [{name.removeprefix(f'{i}.'): x for name, x in row.items()}
+                                for row in log]
+    masks = [f'{kind}:{n}' for kind, n in candidates(model.config.masks)]
+    draw(path, layers, [(f'coefficient of the mask {mask}', mask) for mask in masks])
 
 def judge(model, data, c):
     """The report's criteria on c.eval_rows sequences, for the masks alone and for the trained
@@ -840,15 +847,15 @@ def judge(model, data, c):
             verdict = 'PASS' if passes(name, figures[name]) else 'FAIL'
             text += f'{figures[name]:#15.3g} {verdict}'
     kept = kept_pairs(model.alphas(), c.masks, c.block_size)
+    rows = sum(len(x) for x, _ in batches)
     text += (f'\nresult  {kept:.0%} of the pairs give {figures["accuracy"]:.3f} of the accuracy; '
-             f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on '
-             f'{sum(len(x) for x, _ in batches)} sequences')
-    text += (f'\n        perplexity {figures["perplexity"]:.3f}, the teacher\'s '
-             f'{figures["teacher_perplexity"]:.3f}; for memory see experiments/memory.py')
+             f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on {rows} sequences\n'
+             f'        perplexity {figures["perplexity"]:.3f}, the teacher\'s '
+             f'{figures["teacher_perplexity"]:.3f}')
     return text, figures
 
 def criteria(c):
-    """The report's criteria for a student, on as many sequences as you like."""
+    """Judge a student by the report's criteria, on as many sequences as you like."""
     saved, model = load_run(c, 'ckpt.pt')
     if not model.teacher:
         fail(f'--folder {c.folder} is a teacher\'s: name a student\'s')
@@ -856,7 +863,7 @@ def criteria(c):
     print(text)
     return figures
 
-PROMPTS = [  # the report's
+PROMPTS = [  # the report's short ones
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
     'The future of artificial intelligence']
 
@@ -874,7 +881,7 @@ def side_by_side(c, model, prompts):
     return '\n'.join(lines)
 
 def sample(c):
-    """Teacher and student continue --prompt, or the report's short prompts."""
+    """Let teacher and student continue --prompt or, without it, the report's prompts."""
     _, model = load_run(c, 'ckpt.pt')
     text = side_by_side(c, model, [c.prompt] if c.prompt else PROMPTS)
     print(text)
