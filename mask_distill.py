@@ -74,7 +74,7 @@ KINDS = {  # kind:N in --masks: does token i see token j? (A later one it never 
     'window': lambda i, j, n, far: i - j < n,                 # the last N
     'offset': lambda i, j, n, far: i - j == n,                # the one N tokens back
     'first': lambda i, j, n, far: j < n,                      # the first N
-    'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),   # the first N beyond all windows
+    'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),   # the first N, where no window reaches
 }
 NAMED = {
     'all': 'all:1',
@@ -118,8 +118,8 @@ def mixture(coef, M):
 
 def masks_at(masks, log_c, i, j):
     """The masks (..., Tq, T) of queries at positions i (..., Tq) and keys at j (..., T), and their
-    coefficients over the largest, (K + 1,). [choice] In one more mask than the K a token sees
-    itself where no open mask lets it, so that no row is empty."""
+    coefficients over the largest, (K + 1,). [choice] The mask that is added to the K lets a token
+    see itself where no open mask does, so that no row is empty."""
     i, j = i[..., None], j[..., None, :]
     causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
@@ -213,7 +213,7 @@ def kept_pairs(alphas, masks, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
     # the report's method
-    masks: str = 'window:32+sinks:4'  # KIND:N of KINDS and names in NAMED, joined by +
+    masks: str = 'window:32+sinks:4'  # window:N, offset:N, first:N, sinks:N, names in NAMED; join by +
     reading: str = 'renormalised'  # a name in READINGS: how the masks enter attention
     learn: str = 'attention'       # alphas: only those; attention: c_attn and c_proj, too
     l1: float = 0.0                # weight of the report's penalty on coefficients
@@ -533,7 +533,7 @@ def load_gpt2(path, n_head=0):
     weights = {name.removeprefix('transformer.'): tensor
                for name, tensor in read_weights(path).items()
                if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # these are causal masks
-    if not {'wte.weight', 'wpe.weight'} <= {*weights}:
+    if 'wte.weight' not in weights or 'wpe.weight' not in weights:
         fail(f'--init {path} is not a GPT-2: it has no wte.weight, or no wpe.weight')
     wte, wpe = weights['wte.weight'], weights['wpe.weight']
     if not torch.equal(weights.pop('lm_head.weight', wte), wte):
@@ -821,8 +821,8 @@ def report(c, model, log, folder, data):
     text, _ = judge(model, data, c)
     return (f'{side_by_side(c, model, PROMPTS[:2])}\n\n{text}\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-            f'next    try --masks last5 --init {c.init}, or judge this student on all validation '
-            f'text: python {SCRIPT}.py criteria --eval-rows 0 --folder {folder}')
+            f'next    python {SCRIPT}.py criteria --eval-rows 0 --folder {folder}  # on all text\n'
+            f'        python {SCRIPT}.py --masks last5 --init {c.init}  # other masks')
 
 def draw_layers(path, model, log):
     """The report's figures: the coefficients of every layer over the steps."""

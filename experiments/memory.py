@@ -1,13 +1,12 @@
-r"""Memory and time of attention: the report's fifth criterion, and one Lasso layer of DETR's size.
+r"""Memory and time of attention: the report's goal for masks, and DETR's layers with a Lasso.
 
     python experiments/memory.py --masks window:64+sinks:4 --n-layer 12 --n-head 12 \
         --n-embd 768 --vocab-size 50257 --block-size 2048  # GPT-2, with random weights
     python experiments/memory.py lasso
 
-The first compares three kinds of attention in float32: eager, which stores T x T scores; fused,
-PyTorch's kernel, which does not; and masks in blocks, which need not either. Weights and logits
-take the same room in all three. Its flags are those of mask_distill.py; by default a sequence has
-1,024 tokens.
+The first compares three kinds of attention in float32: eager, which stores T x T scores, and two
+that do not, PyTorch's fused kernel and masks in blocks. Weights and logits take the same room in
+all three. Its flags are those of mask_distill.py; by default a sequence has 1,024 tokens.
 """
 import math
 import os
@@ -30,9 +29,8 @@ def milliseconds(f):
     return 1000 * timer.blocked_autorange(min_run_time=1).median
 
 def peak(f, device):
-    """The most MiB that f() holds at once. CUDA counts them. On a CPU, PyTorch's profiler lists
-    the size of every allocation and, negative, of every release: their largest running sum is the
-    peak."""
+    """The most MiB that f() holds at once. CUDA counts them. On a CPU, PyTorch's profiler lists the
+    size of every allocation, negative for a release: the peak is their largest running sum."""
     if device.type == 'cuda':
         f()  # so that cuBLAS has its workspace
         before = torch.cuda.memory_allocated(device)
@@ -54,8 +52,8 @@ def eager(self, q, k, v, maps=None):
     return F.softmax(S.masked_fill(future, -math.inf), -1) @ v
 
 def measure(model, c, device):
-    """Memory and time for one sequence, of one layer's attention alone and of the whole model with
-    its weights -> {name: figure}.  [MA Sec. 2.4]"""
+    """Memory and time of one sequence: in one layer's attention alone and, memory only, in the
+    whole model with its weights -> {name: figure}.  [MA Sec. 2.4]"""
     T, attn = c.block_size, model.h[0].attn
     weights = sum(p.nbytes for p in model.parameters()) / 2**20
     idx = torch.arange(T, device=device)[None] % c.vocab_size  # (1, T)
@@ -69,14 +67,17 @@ def measure(model, c, device):
         mask_distill.loss_of(model, (idx, idx), c).backward()
         model.zero_grad()
 
-    infer = torch.no_grad()(lambda: model(idx, last=True))
+    @torch.no_grad()
+    def infer():
+        model(idx, last=True)
+
     return {'attention, MiB': peak(attention, device),
             'training step, MiB': peak(step, device) + weights,
             'inference, MiB': peak(infer, device) + weights,
             'attention, ms': milliseconds(attention)}
 
 def masks(argv):
-    """Print a row for each figure -> {kind of attention: {name: figure}}."""
+    """Compare the three kinds: print a row for each figure -> {kind: {name: figure}}."""
     _, c = mask_distill.parse(['--block-size', '1024', *argv])
     c = replace(c, vocab_size=c.vocab_size or 256)
     device, _ = mask_distill.pick_device(c)
@@ -100,7 +101,8 @@ def masks(argv):
 
 # ------------------------------------ DETR's Lasso ------------------------------------
 def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
-    """One layer of DETR's size on COCO, forward and backward, in one thread."""
+    """Each kind of attention in one layer of DETR's size on COCO, forward and backward, in one
+    thread."""
     torch.set_num_threads(1)
     q = torch.randn(images, heads, queries, size, requires_grad=True)
     k = torch.randn(images, heads, tokens, size, requires_grad=True)
