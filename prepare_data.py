@@ -12,15 +12,14 @@
     python prepare_data.py cifar10 --from FILE      # a FILE or folder that you already have
     python prepare_data.py check FOLDER             # reads all of it, lists what is wrong
 
-Text becomes train.bin and val.bin, nanoGPT's format (uint16 tokens); CIFAR becomes train.npz and
-test.npz, images (N, 3, 32, 32) uint8 and labels (N,) int64; photos stay JPEG files. data/NAME
-appears when it is complete, and is never changed: delete it to have it made anew. data/download
-keeps the raw files; an interrupted download goes on where it stopped. Only members with the
-expected names are read from archives, and nothing is unpickled.
+Text becomes train.bin and val.bin (uint16 tokens, nanoGPT's format), CIFAR train.npz and test.npz
+(images (N, 3, 32, 32) uint8, labels (N,) int64); photos stay JPEG files. data/NAME appears when it
+is complete and is never changed: delete it to have it made anew. data/download keeps the raw
+files, and an interrupted download goes on where it stopped. Only members with the expected names
+are read from archives, and nothing is unpickled.
 """
 import argparse
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -31,8 +30,6 @@ import tarfile
 import time
 import zipfile
 from collections import Counter
-from datetime import timedelta
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -46,36 +43,24 @@ def fail(message):
     print('prepare_data: error: ' + ' '.join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
 
-def progress(items, what, total=0, done=0, size=None):
-    """Pass on the items of a long job; print how far it is and how long it will still take.
-
-    It counts items, or bytes where `size` gives those of an item. On a terminal it rewrites one
-    line; in a file or a notebook it adds a line every 20 seconds.
-    """
-    terminal = sys.stdout.isatty()
-    scale, unit = (1e6, ' MB') if size else (1, '')
-    before = done
+def progress(items, what, total=0, done=0, size=lambda item: 1):
+    """Pass on the items of a long job, and rewrite a line each second with the sizes so far."""
+    of_total = f' of {total:,}' if total else ''
     start = told = time.time()
     try:
         for item in items:
             yield item
-            done += size(item) if size else 1
-            now = time.time()
-            if now - told > (0.5 if terminal else 20):
-                told = now
-                line = f'{what}: {done / scale:,.0f}{unit}'
-                if total:
-                    left = (total - done) * (now - start) / (done - before)
-                    line += f' of {total / scale:,.0f}{unit}, {timedelta(seconds=int(left))} left'
-                print(f'{line:<79}', end='\r' if terminal else '\n', flush=True)
+            done += size(item)
+            if time.time() > told + 1:
+                told = time.time()
+                print(f'\r{done:,}{of_total} {what}', end='', flush=True)
     finally:
-        if terminal and told > start:
-            print()
+        if told > start:
+            print(f'\r{done:,}{of_total} {what}')
 
 # ------------------------------------ download ------------------------------------
-ATTEMPTS = 4        # at each mirror
-PAUSE = 2.0         # seconds between them
-TIMEOUT = (10, 60)  # seconds to connect, and between bytes
+ATTEMPTS = 4  # at each mirror
+PAUSE = 2.0   # seconds between them
 # one host refuses library user agents; a compressed answer could not be resumed
 HEADERS = {'User-Agent': 'Mozilla/5.0 (X11; Linux x86_64)', 'Accept-Encoding': 'identity'}
 
@@ -99,7 +84,7 @@ def fetch(url, part, size):
     """Append to the file `part` what it still lacks of `url`."""
     have = part.stat().st_size if part.exists() else 0
     headers = dict(HEADERS, Range=f'bytes={have}-') if have else HEADERS
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
+    with requests.get(url, headers=headers, stream=True, timeout=60) as answer:
         if answer.status_code == 416:
             return  # nothing is missing
         answer.raise_for_status()
@@ -111,7 +96,7 @@ def fetch(url, part, size):
             raise requests.HTTPError(f'{total:,} bytes instead of {size:,}')
         blocks = answer.iter_content(1 << 16)
         with open(part, 'ab' if have else 'wb') as file:
-            for block in progress(blocks, part.stem, total, have, len):
+            for block in progress(blocks, f'bytes of {part.stem}', total, have, len):
                 file.write(block)
     if part.stat().st_size < total:
         raise requests.ConnectionError  # it was closed too early
@@ -139,32 +124,30 @@ def download(urls, path, size, digest):
 VOCABULARY = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
 
 def get_encoder(tokenizer):
-    """A function from a list of texts to the tokens of each."""
+    """A function from text to its tokens."""
     if tokenizer == 'bytes':
-        return lambda texts: [text.encode() for text in texts]
+        return str.encode
     try:
         gpt2 = tiktoken.get_encoding('gpt2')
-        return lambda texts: gpt2.encode_batch(texts, allowed_special={'<|endoftext|>'})
+        return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'})
     except Exception as error:  # no network, most often
         fail(f'tiktoken cannot get its gpt2 files ({type(error).__name__}): go online once, set '
              'TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer bytes')
 
-def write_bins(texts, out, tokenizer, total=0, end=()):
+def write_bins(texts, out, tokenizer, end=()):
     """Encode (split, text) pairs, each followed by the tokens `end`, to train.bin and val.bin."""
     encode = get_encoder(tokenizer)
-    tokens = {'train': 0, 'val': 0}
-    size = {'train': 0, 'val': 0}
-    texts = progress(texts, 'encoding', total, size=lambda pair: len(pair[1]))
+    tokens, size = Counter(train=0, val=0), Counter(train=0, val=0)
     with open(out / 'train.bin', 'wb') as train, open(out / 'val.bin', 'wb') as val:
-        while batch := list(itertools.islice(texts, 32)):
-            rows = encode([text for split, text in batch])
-            for (split, text), row in zip(batch, rows):
-                ids = np.array([*row, *end], '<u2')
-                (train if split == 'train' else val).write(ids.tobytes())
-                tokens[split] += len(ids)
-                size[split] += len(text.encode())
+        files = {'train': train, 'val': val}
+        for split, text in progress(texts, 'characters encoded', size=lambda pair: len(pair[1])):
+            ids = np.array([*encode(text), *end], '<u2')
+            files[split].write(ids.tobytes())
+            tokens[split] += len(ids)
+            size[split] += len(text.encode())
     if min(tokens.values()) < 2:
-        fail(f'{tokens} tokens: each split needs at least 2; use a longer text')
+        fail(f'{dict(tokens)} tokens: each split needs at least 2; use a longer text')
+    print(f'{tokens["train"]:,} train and {tokens["val"]:,} val tokens')
     return {'tokenizer': tokenizer, 'vocab_size': VOCABULARY[tokenizer], 'tokens': tokens,
             'bytes': size}
 
@@ -185,22 +168,21 @@ def pieces(splits, size=1 << 18):
 # ------------------------------------ datasets ------------------------------------
 # Each function reads the raw files (paths), writes to folder `out`, returns meta.json's entries.
 
-def text(name, paths, out, tokenizer):
+def text_file(name, paths, out, tokenizer):
     """One UTF-8 file; the last tenth of its characters is for validation."""
     try:
-        whole = paths[0].read_text('utf-8-sig')  # as the scripts read --data FILE
+        text = paths[0].read_text('utf-8-sig')  # as the scripts read --data FILE
     except UnicodeDecodeError as error:
         fail(f'{paths[0]} is not a text in UTF-8: {error}')
-    cut = len(whole) * 9 // 10
-    splits = {'train': whole[:cut], 'val': whole[cut:]}
-    return write_bins(pieces(splits), out, tokenizer, total=len(whole))
+    cut = len(text) * 9 // 10
+    return write_bins(pieces({'train': text[:cut], 'val': text[cut:]}), out, tokenizer)
 
 def wikitext(name, paths, out, tokenizer):
     """A zip of three raw texts, of which train and valid are used."""
     with zipfile.ZipFile(paths[0]) as archive:
-        splits = {split: archive.read(f'{name}-raw/wiki.{file}.raw').decode()
-                  for split, file in [('train', 'train'), ('val', 'valid')]}
-    return write_bins(pieces(splits), out, tokenizer, sum(map(len, splits.values())))
+        train = archive.read(f'{name}-raw/wiki.train.raw').decode()
+        val = archive.read(f'{name}-raw/wiki.valid.raw').decode()
+    return write_bins(pieces({'train': train, 'val': val}), out, tokenizer)
 
 def members(tar, ending):
     """Open the files in a tar whose names have this ending, one after the other."""
@@ -209,21 +191,22 @@ def members(tar, ending):
             yield tar.extractfile(member)
 
 def documents(paths):
-    """The texts in tars of .xz files, each of them a tar of .txt files."""
+    """Tars of .xz files, each a tar of .txt files -> (split, text) pairs; every 2000th is val."""
+    count = 0
     for path in paths:
         with tarfile.open(path, 'r:') as outer:
             for packed in members(outer, '.xz'):
                 with tarfile.open(fileobj=packed, mode='r:xz') as inner:
                     for file in members(inner, '.txt'):
-                        yield file.read().decode()
+                        # blank lines and ends as in the copy that nanoGPT reads
+                        text = re.sub('\n\n\n+', '\n\n', file.read().decode()).strip()
+                        yield 'train' if count % 2000 else 'val', text
+                        count += 1
 
 def openwebtext(name, paths, out, tokenizer):
-    """Documents, each ending in <|endoftext|> or, for bytes, a blank line; every 2000th is val."""
-    def splits():
-        for i, words in enumerate(documents(paths)):
-            words = re.sub('\n\n\n+', '\n\n', words).strip()  # as the loader that nanoGPT used
-            yield 'train' if i % 2000 else 'val', words
-    return write_bins(splits(), out, tokenizer, end=[50256] if tokenizer == 'gpt2' else b'\n\n')
+    """Documents, each ending in <|endoftext|> or, for bytes, a blank line."""
+    end = [50256] if tokenizer == 'gpt2' else b'\n\n'
+    return write_bins(documents(paths), out, tokenizer, end)
 
 CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
     'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
@@ -233,20 +216,14 @@ CIFAR = {  # folder in the archive, train files, test files, file of class names
 def cifar(name, paths, out, tokenizer):
     """The binary version: each record is label bytes, of which the last counts, and 3 x 32 x 32."""
     folder, train, test, names, label_bytes = CIFAR[name]
-    images = {}
     with tarfile.open(paths[0], 'r:gz') as tar:
         for split, files in [('train', train), ('test', test)]:
             data = b''.join(tar.extractfile(f'{folder}/{file}').read() for file in files)
             rows = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + 3072)
             np.savez(out / f'{split}.npz', labels=rows[:, label_bytes - 1].astype(np.int64),
                      images=rows[:, label_bytes:].reshape(-1, 3, 32, 32))
-            images[split] = len(rows)
         classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
-    return {'images': images, 'classes': classes}
-
-def write_photo(data, path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    return {'classes': classes}
 
 WORDS = {  # Imagenette's ten classes of ImageNet
     'n01440764': 'tench', 'n02102040': 'english_springer', 'n02979186': 'cassette_player',
@@ -257,31 +234,29 @@ WORDS = {  # Imagenette's ten classes of ImageNet
 def imagenette(name, paths, out, tokenizer):
     """A tar of photos, one folder per class; the folders' names become words."""
     wanted = re.compile(r'imagenette2-\d+/(train|val)/(n\d{8})/(\w+\.JPEG)', re.ASCII)
-    images = Counter()
     with tarfile.open(paths[0], 'r:gz') as tar:
         for member in progress(tar, 'photos unpacked'):
             found = wanted.fullmatch(member.name)
             if found and member.isfile():
                 split, label, file = found.groups()
-                write_photo(tar.extractfile(member).read(), out / split / WORDS[label] / file)
-                images[split] += 1
-    return {'images': images}
+                folder = out / split / WORDS[label]
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_bytes(tar.extractfile(member).read())
+    return {}
 
 def coco(name, paths, out, tokenizer):
     """A zip of annotations, and one of photos for each split."""
-    images = {}
-    for path in paths[1:]:
+    annotations, *photos = paths
+    for path in photos:
         split = path.stem  # val2017 or train2017
         with zipfile.ZipFile(path) as archive:
             files = [file for file in archive.namelist()
                      if re.fullmatch(split + r'/[0-9]{12}\.jpg', file)]
-            for file in progress(files, f'{split}: photos unpacked', len(files)):
-                write_photo(archive.read(file), out / file)
-        with zipfile.ZipFile(paths[0]) as archive:
-            file = f'annotations/instances_{split}.json'
-            write_photo(archive.read(file), out / file)
-        images[split] = len(files)
-    return {'images': images}
+            for file in progress(files, f'photos of {split} unpacked', len(files)):
+                archive.extract(file, out)
+        with zipfile.ZipFile(annotations) as archive:
+            archive.extract(f'annotations/instances_{split}.json', out)
+    return {}
 
 HF = 'https://huggingface.co/'
 COCO = 'http://images.cocodataset.org/'  # its certificate is another host's: http, checked by hash
@@ -294,11 +269,12 @@ OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b20
 # name: (function, or for weights the name in data/weights; script for it; about it; files: bytes,
 # hash, mirrors in order). None: unknown.
 DATASETS = {
-    'shakespeare': (text, 'attentionx_gpt.py', '1.1 MB, public domain: first runs', [
+    'shakespeare': (text_file, 'attentionx_gpt.py', '1.1 MB, public domain: first runs', [
         (1115394, 'sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
          'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
          'input.txt')]),
-    'text': (text, 'attentionx_gpt.py', 'a UTF-8 FILE of yours: `text FILE`', [(None, None, '')]),
+    'text': (text_file, 'attentionx_gpt.py', 'a UTF-8 file of yours: `text FILE`', [
+        (None, None, '')]),
     'wikitext-2': (wikitext, 'mask_distill.py', '4.7 MB, CC BY-SA 3.0: distillation', [
         (4721645, 'sha256:ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
          WIKI + 'wikitext-2-raw-v1.zip',
@@ -342,10 +318,10 @@ DATASETS = {
 }
 
 # ------------------------------------ check ------------------------------------
-# Each function reads all of a data folder of one form and yields a line about everything that is
-# wrong, naming file and entry. It counts in `read` what it reads; `meta` is what meta.json says.
+# Each function reads all of a data folder of one form, and yields a line about everything that is
+# wrong, naming file and entry. `meta` is what meta.json says.
 
-def check_tokens(folder, meta, read):
+def check_tokens(folder, meta):
     """train.bin and val.bin: uint16 tokens, from 0."""
     tokenizer = meta.get('tokenizer') if meta else 'gpt2'  # nanoGPT's folders have no meta.json
     if tokenizer not in VOCABULARY:
@@ -358,20 +334,17 @@ def check_tokens(folder, meta, read):
             yield f'{path}: {size:,} bytes, but it needs an even number, and at least two tokens'
             continue
         ids = np.memmap(path, '<u2', 'r')
-        if ids[:2].view('<u4') in (20240520, 20240801):
-            yield f"{path}: it starts with a header of 1024 bytes, as llm.c's files do"
-        elif not ids[1::2].any():
+        highest = VOCABULARY.get(tokenizer, 65536) - 1
+        if not ids[1::2].any():
             yield f'{path}: every other number is 0: its ids have 32 or 64 bits instead of 16'
-        elif ids.max() >= VOCABULARY.get(tokenizer, 65536):
-            yield f'{path}: id {ids.max()}, first at {ids.argmax():,}, is beyond the vocabulary'
-        read['tokens'] += len(ids)
+        elif ids.max() > highest:
+            yield (f'{path}: id {ids.max()}, first at {ids.argmax():,}, but the highest is '
+                   f'{highest}: is it of another tokenizer, or does it start with a header?')
 
-def check_arrays(folder, meta, read):
+def check_arrays(folder, meta):
     """train.npz and perhaps test.npz: images (N, 3, H, W) uint8, labels (N,) or (N, 1)."""
     classes = meta.get('classes')
-    for path in (folder / 'train.npz', folder / 'test.npz'):
-        if path.name == 'test.npz' and not path.exists():
-            continue
+    for path in [folder / 'train.npz', *folder.glob('test.npz')]:
         try:
             with np.load(path, allow_pickle=False) as file:
                 images, labels = file['images'], file['labels']
@@ -379,59 +352,54 @@ def check_arrays(folder, meta, read):
             yield f'{path}: {error}'
             continue
         n = len(images)
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not n:
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or n == 0:
             yield f'{path}: images are {images.dtype} {images.shape}, not uint8 (N, 3, H, W)'
         if labels.dtype.kind not in 'iu' or labels.shape not in [(n,), (n, 1)]:
             yield f'{path}: labels are {labels.dtype} {labels.shape}, not {n} integers'
             continue
-        labels = labels.ravel().tolist()
-        classes = classes or [str(label) for label in range(max(labels, default=0) + 1)]
-        for label in sorted({*range(len(classes))} ^ {*labels}):
-            if label in labels:
-                yield (f'{path}: label {label} of image {labels.index(label)}, but labels are '
-                       f'0 to {len(classes) - 1}')
-            else:
-                yield f'{path}: class {label} ({classes[label]}) has no images'
-        read['images'] += n
+        classes = classes or [str(i) for i in range(labels.max(initial=0) + 1)]
+        for label, first in zip(*np.unique(labels, return_index=True)):
+            if not 0 <= label < len(classes):
+                yield (f'{path}: label {label} of image {first}, but labels are 0 to '
+                       f'{len(classes) - 1}')
+        for label in np.setdiff1d(range(len(classes)), labels):
+            yield f'{path}: class {label} ({classes[label]}) has no images'
 
-def read_photos(paths):
-    """Decode photos -> what is wrong with each, or '', and its sizes, as stored and upright."""
+def check_decoding(photos):
+    """Decode all photos of {path: its (width, height), or None if they may be any}."""
     from PIL import Image, ImageOps
-    def read(path):
+    for path, size in progress(photos.items(), 'photos read', len(photos)):
         try:
             with Image.open(path) as photo:
-                sizes = [photo.size, ImageOps.exif_transpose(photo).size]
-                deep = photo.mode[0] in 'IF'
-                return f'16 bits or more (mode {photo.mode})' if deep else '', sizes
+                upright = ImageOps.exif_transpose(photo)
         except Exception as error:  # Pillow raises many kinds over damaged files
-            return f'cannot be read: {error}', []
-    with ThreadPool() as pool:
-        yield from progress(pool.imap(read, paths, 16), 'photos read', len(paths))
+            yield f'{path}: cannot be read: {error}'
+            continue
+        if photo.mode[0] in 'IF':
+            yield f'{path}: 16 bits or more (mode {photo.mode})'
+        elif size and size not in (photo.size, upright.size):
+            yield f'{path}: {upright.size} pixels, but {size} in the annotations'
 
-def check_photos(folder, meta, read):
+def check_photos(folder):
     """CLASS/*, or train/CLASS/* with val/CLASS/* or test/CLASS/*, as in ImageNet."""
     from PIL import Image
     endings = Image.registered_extensions()
     roots = [folder / name for name in ('train', 'val', 'test') if (folder / name).is_dir()]
-    photos, train = [], None
+    photos, train = {}, None
     for root in roots or [folder]:
-        classes = Counter()
+        classes = Counter()  # photos in each
         for path in sorted(root.rglob('*')):
-            parts = path.relative_to(root).parts
-            hidden = '__MACOSX' in parts or any(part[0] == '.' for part in parts)
-            known = path.suffix.lower() in endings
-            if path.is_dir():
-                if len(parts) == 1 and not hidden:
-                    classes[path.name] = 0
-            elif known and hidden:
-                yield f'{path}: hidden, so it is not read'
-            elif known and len(parts) == 1:
-                yield f'{path}: a photo in no class folder'
-            elif known:
+            parts = path.relative_to(root).parts  # CLASS, perhaps further folders, file
+            hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
+            in_class = len(parts) > 1 and not hidden
+            is_photo = path.suffix.lower() in endings
+            if path.is_dir() and not hidden:
+                classes[parts[0]] += 0
+            elif in_class and is_photo:
                 classes[parts[0]] += 1
-                photos.append(path)
-            elif not hidden and len(parts) > 1:
-                yield f'{path}: Pillow knows no photos of this ending, so it is not read'
+                photos[path] = None
+            elif is_photo or in_class:
+                yield f'{path}: hidden, in no class folder, or of an ending that Pillow lacks'
         train = train or classes
         for name in sorted({*classes, *train}):
             if name not in train:
@@ -440,14 +408,11 @@ def check_photos(folder, meta, read):
                 yield f'{root / name}: a class without photos'
     if len(train) < 2:
         yield f'{folder}: {len(train)} class folders, but it needs two or more'
-    for path, (wrong, _) in zip(photos, read_photos(photos)):
-        if wrong:
-            yield f'{path}: {wrong}'
-    read.update(photos=len(photos), classes=len(train))
+    yield from check_decoding(photos)
 
 def wrong_box(box, width, height):
     """What is wrong with an annotation's box [x, y, w, h] in pixels; '' if nothing."""
-    if not isinstance(box, list) or [type(x) in (int, float) for x in box] != 4 * [True]:
+    if type(box) is not list or len(box) != 4 or not {*map(type, box)} <= {int, float}:
         return 'is not four numbers'
     x, y, w, h = box
     if not (w > 0 and h > 0):
@@ -458,78 +423,68 @@ def wrong_box(box, width, height):
         return f'is outside its image of {width} x {height}'
     return ''
 
-def check_coco(folder, meta, read):
+def check_coco(folder):
     """annotations/instances_train2017.json with photos in train2017/; the same for val2017."""
+    splits = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
+    if not splits:
+        yield f'{folder}: no folder train2017 or val2017'
     categories = []
-    for split in ('train2017', 'val2017'):
+    for split in splits:
         path = folder / 'annotations' / f'instances_{split}.json'
-        if not path.exists() and not (folder / split).exists():
-            continue
+        photos, sizes = {}, {}
         try:
             data = json.loads(path.read_bytes())
-            photos = {folder / split / image['file_name']: image for image in data['images']}
-            images = {str(image['id']): image for image in data['images']}
-            names = {category['id']: category['name'] for category in data['categories']}
             notes = data['annotations']
+            names = {str(category['id']): category['name'] for category in data['categories']}
+            for image in data['images']:
+                size = int(image['width']), int(image['height'])
+                photos[folder / split / image['file_name']] = size
+                sizes[str(image['id'])] = size  # some files have ids as text
         except (OSError, ValueError, TypeError, KeyError) as error:
             yield f"{path}: not in COCO's form: {error!r}"
             continue
-        for photo, (wrong, sizes) in zip(photos, read_photos(photos)):
-            size = photos[photo].get('width'), photos[photo].get('height')
-            if wrong:
-                yield f'{photo}: {wrong}'
-            elif size not in sizes:
-                yield f'{photo}: {sizes[0]} pixels, but width and height are {size} in {path.name}'
-        for category in names:
-            if not isinstance(category, int) or category < 0:
-                yield f'{path}: category {category!r}: its id is not a whole number from 0'
-        objects = 0
+        yield from check_decoding(photos)
         for note in notes:
             where = f"{path}: annotation {note.get('id')}"
-            image = images.get(str(note.get('image_id')), {})  # some files have ids as text
-            if not image:
-                yield f"{where}: image_id {note.get('image_id')} is not listed"
-            if note.get('category_id') not in names:
-                yield f"{where}: category_id {note.get('category_id')} is not listed"
-            size = image.get('width') or math.inf, image.get('height') or math.inf
-            wrong = wrong_box(note.get('bbox'), *size)
+            image, category, box = [note.get(key) for key in ('image_id', 'category_id', 'bbox')]
+            if str(image) not in sizes:
+                yield f'{where}: image_id {image} is not listed'
+            if str(category) not in names:
+                yield f'{where}: category_id {category} is not listed'
+            wrong = wrong_box(box, *sizes.get(str(image), (math.inf, math.inf)))
             if wrong:
-                yield f"{where}: bbox {note.get('bbox')} {wrong}"
-            elif not note.get('iscrowd'):
-                objects += 1
-        if not objects:
+                yield f'{where}: bbox {box} {wrong}'
+        if not notes:
             yield f'{path}: no objects to find'
         categories.append(names)
-        read.update(photos=len(photos), boxes=len(notes))
     if categories[1:] and categories[0] != categories[1]:
         yield f'{folder}/annotations: train2017 and val2017 have different categories'
 
-FORMS = {  # a data folder has the first form of which it has one of these
-    check_coco: ['annotations', 'train2017', 'val2017'],
-    check_arrays: ['train.npz', 'test.npz'],
-    check_tokens: ['train.bin', 'val.bin', 'meta.pkl'],
-    check_photos: ['']}
-
 def check(folder):
     """Read all of a data folder; print everything that is wrong with it, or that nothing is."""
-    faults, read, meta = [], Counter(), {}
     if not folder.is_dir():
         fail(f'{folder}: no such folder')
+    faults, meta = [], {}
     if (folder / 'meta.json').exists():
         try:
             meta = dict(json.loads((folder / 'meta.json').read_text('utf-8')))
         except (ValueError, TypeError) as error:
             faults.append(f'{folder}/meta.json: not a JSON object: {error}')
-    form = next(form for form, names in FORMS.items()
-                if any((folder / name).exists() for name in names))
-    faults += form(folder, meta, read)
+    names = {path.name for path in folder.iterdir()}
+    if names & {'annotations', 'train2017', 'val2017'}:
+        faults += check_coco(folder)
+    elif 'train.npz' in names:
+        faults += check_arrays(folder, meta)
+    elif names & {'train.bin', 'val.bin', 'meta.pkl'}:
+        faults += check_tokens(folder, meta)
+    else:
+        faults += check_photos(folder)
     for fault in faults:
         print(fault)
-    about = ', '.join(f'{count:,} {what}' for what, count in read.items())
     if faults:
-        fail(f'{folder}: faults: {len(faults)}; read: {about or "nothing"}')
-    print(f'{folder}: faults: none; read: {about}')
-    return dict(read)
+        fail(f'{folder}: faults: {len(faults)}')
+    print(f'{folder}: all of it was read, and nothing is wrong')
+    return {}
 
 # ------------------------------------ prepare ------------------------------------
 def lock(name):
@@ -547,9 +502,10 @@ def lock(name):
 
 def gather(args, files, paths):
     """The raw files, checked: --from's, or downloaded to `paths` -> where they are."""
-    if args.local:
-        folder = args.local.is_dir()
-        paths = [args.local / path.name for path in paths] if folder else [args.local]
+    if args.local and args.local.is_dir():
+        paths = [args.local / path.name for path in paths]
+    elif args.local:
+        paths = [args.local]
     if len(paths) < len(files):
         fail(f'--from {args.local}: name a folder that has all {len(files)} files')
     for path, (size, digest, *urls) in zip(paths, files):
@@ -563,7 +519,7 @@ def gather(args, files, paths):
 def prepare(args):
     """Make data/NAME what the arguments ask for -> what its meta.json says."""
     make, script, _, files = DATASETS[args.name]
-    files = files[:args.count]
+    files = files[:args.parts + (args.name == 'coco')]  # its annotations are no part
     if not args.verify:
         files = [(None, None, *urls) for _, _, *urls in files]
     if isinstance(make, str):
@@ -573,22 +529,20 @@ def prepare(args):
         gather(args, files, [path])
         print(f'{path} is ready\nnext: python {script}')
         return {}
-    folder = DATA / (args.file.stem if args.file else args.name)
+    folder = DATA / (args.path.stem if args.path else args.name)
     if folder.exists():
         fail(f'{folder} is there already: delete it to have it made anew')
-    came = [DATA / 'download' / file[2].split('/')[-1] for file in files]
-    paths = gather(args, files, came)
+    raw = [DATA / 'download' / url.split('/')[-1] for _, _, url, *_ in files]
+    raw = gather(args, files, raw)
     out = DATA / f'{folder.name}.part'
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    meta = make(args.name, paths, out, args.tokenizer)
+    meta = make(args.name, raw, out, args.tokenizer)
     meta['source'] = str(args.local or files[0][2])
-    meta['verified'] = all(digest for size, digest, *urls in files)
+    meta['verified'] = all(digest for _, digest, *_ in files)
     (out / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
     os.rename(out, folder)
-    what = 'tokens' if 'tokens' in meta else 'images'
-    counts = ' and '.join(f'{count:,} {split}' for split, count in meta[what].items())
-    print(f'{folder} is ready: {counts} {what}\nnext: python {script} --data {folder}')
+    print(f'{folder} is ready\nnext: python {script} --data {folder}')
     return meta
 
 def parse(argv):
@@ -598,36 +552,31 @@ def parse(argv):
     p.error = fail
     add = p.add_argument
     add('name', metavar='NAME', nargs='?', choices=[*DATASETS, 'check'])
-    add('file', metavar='PATH', nargs='?', type=Path, help='only after text or check')
+    add('path', metavar='PATH', nargs='?', type=Path, help='only after text or check')
     add('--tokenizer', choices=VOCABULARY, default='gpt2', help='for text; default: gpt2')
     add('--parts', type=int, default=1, help='of coco, openwebtext')
     add('--from', dest='local', type=Path, help='file or folder to use instead of downloads')
     add('--no-verify', dest='verify', action='store_false', help='accept any size or hash')
     args = p.parse_intermixed_args(argv)
-    if not args.name:
-        return args
-    if (args.name in ('text', 'check')) != (args.file is not None):
+    if args.name and (args.name in ('text', 'check')) != (args.path is not None):
         fail('`text` takes a FILE of yours, `check` a FOLDER; others take --from FILE')
-    if args.name == 'check':
-        return args
-    besides = args.name == 'coco'  # the annotations are a file besides the parts
-    most = len(DATASETS[args.name][3]) - besides
+    most = {'coco': 2, 'openwebtext': 21}.get(args.name, 1)
     if not 1 <= args.parts <= most:
         fail(f'--parts {args.parts}: use 1 to {most} with {args.name}')
-    args.local = args.file or args.local
-    args.count = args.parts + besides
+    if args.name == 'text':
+        args.local = args.path
     return args
 
 def main(argv=None):
-    """Prepare a dataset, or check a folder -> its meta.json, or what was read."""
+    """Prepare a dataset -> its meta.json; or check a folder."""
     args = parse(argv)
     if not args.name:
         print('\n'.join(f'{name:16}{about}' for name, (_, _, about, _) in DATASETS.items()))
         return {}
     try:
         if args.name == 'check':
-            return check(args.file)
-        with lock(args.file.stem if args.file else args.name):
+            return check(args.path)
+        with lock(args.path.stem if args.path else args.name):
             return prepare(args)
     except KeyboardInterrupt:
         print('interrupted; run the same command again to go on', file=sys.stderr)
