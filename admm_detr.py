@@ -4,24 +4,24 @@
 # ///
 """DETR whose decoder attends by solving a Lasso: sparse reconstruction instead of softmax.
 
-Attention mixes values with coefficients softmax(QK^T). Here, with no weights at all, they are the x
-that rebuilds a query from few tokens: min ||q - x^T K||^2 + lambda ||x||_1. The equations printed
-in the paper do not solve this problem. Textbook ADMM does: it converges, is differentiable and
-costs O(N) for N tokens, with one d x d Cholesky factor per head.
+Attention mixes values with coefficients softmax(QK^T). Here they are the x that rebuilds a query
+from few tokens, min ||q - x^T K||^2 + lambda ||x||_1, and need no weight matrices. The equations
+printed in the paper do not solve this problem. Textbook ADMM does: it converges, is differentiable
+and costs O(N) for N tokens, with one d x d Cholesky factor per head.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
-         Research), Optimizing Attention; what it calls V is K here
+         Research), Optimizing Attention; its V is our K
 
     equation       what                                                    function
     [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights                   softmax
     [OA Sec. 4.1]  the same without W_q, W_k, W_v: no-weights              ATTENTION, PROJECTED
     [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + rho ||x||^2      l2, ridge_matrix
     [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                    lasso, admm
-    [OA Eq. 3]     the same by an N x N inverse: admm-vanilla              lasso, vanilla_inverse
+    [OA Eq. 3]     its ADMM, with an N x N inverse: admm-vanilla           lasso, vanilla_inverse
     [OA Eq. 4]     the inverse in d x d, corrected                         ridge_matrix, lasso
-    ... to the letter: admm-vanilla-printed, admm-printed                  as_published
-    [OA Sec. 3]    x^5 / sum |x^5|; random tokens; x_ii = 0                sharpen, dictionary,
-                                                                           without_self
+    (3) and (4)    to the letter: admm-vanilla-printed, admm-printed       as_published
+    [OA Sec. 3]    x_ii = 0; random tokens                                 without_self, dictionary
+    [OA Sec. 3]    x^5 / sum |x^5|                                         sharpen
     [OA Fig. 1]    where a query of the decoder looks                      find
 
     python admm_detr.py                                # train: four minutes on a CPU, no network
@@ -33,15 +33,16 @@ costs O(N) for N tokens, with one d x d Cholesky factor per head.
     python experiments/compare.py admm_detr --table 1  # the paper's tables: 1 and 2
 
 The first ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one seed). Over
-12 seeds the mean AP is 0.619, and with softmax 0.696. [choice] By default (2) is made easier, by a
-ridge term, x >= 0, centred tokens and x^3 for x^5, and four iterations solve it. They do not solve
-(2) as OA has it: 15 of them leave x 40 % from the optimum (see the settings named `OA`).
+12 seeds its mean AP is 0.619, and softmax's is 0.696. [choice] By default the problem is easier
+than (2): it has a ridge term, x >= 0 and centred tokens, and x^3 replaces x^5. Four iterations
+solve it. After 15 of (2) itself, x is still 40 % from the optimum (see the settings named `OA`).
 
-[choice] The x that rebuilds a query from DETR's keys, tokens with positions, mixes DETR's values,
-tokens without. Solving over the values (--solve-over value) nearly gives back the query. There is
-no output projection (--out-proj), and no dropout of x. Heads without weights are slices of the
-channels. Model and state-dict keys are facebookresearch/detr's. [choice] marks where OA is silent,
-[deviation] where we differ on purpose. Stop at the banner `runs`: all four scripts share the rest.
+[choice] x rebuilds a query from DETR's keys, tokens with positions, and mixes DETR's values, tokens
+without. Solved over the values (--solve-over value), x nearly gives back the query. There is no
+output projection (--out-proj adds one) and no dropout of x. Heads without weights are slices of
+the channels. The model and its state-dict keys are facebookresearch/detr's. [choice] marks where
+OA is silent, [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all
+four scripts share the rest.
 """
 import argparse
 import copy
@@ -58,7 +59,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ the paper's method ------------------------------------
-# A query q has coefficients x, one per token, and passes on x^T V. Shapes: q (B, nh, Q, hs), tokens
+# A query q gets coefficients x, one per token, and outputs x^T V. Shapes: q (B, nh, Q, hs), tokens
 # k and v (B, nh, N, hs), x (B, nh, Q, N). With is_self, queries and tokens are the same sequence.
 def without_self(x, is_self):
     """x (..., Q, N); with is_self, zero where a query meets itself.  [OA Sec. 3]"""
@@ -90,19 +91,19 @@ def without_self(x, is_self):
     return x.masked_fill(diagonal, 0)
 
 def scales(q, k, is_self=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
-    """lambda (B, nh, Q, 1), rho and e (B, nh, 1, 1) from relative settings.
+    """lambda (B, nh, Q, 1), rho and e (B, nh, 1, 1), from settings relative to q and k.
 
-    [choice] Each query has a lambda of its own: at sparsity 1 it is 2 max |K q|, and x is zero. A
-    rho or ridge of 1 is the mean eigenvalue of K^T K. So scaling q, or all of k, only scales x.
+    [choice] sparsity is a share of 2 max |K q|, the smallest lambda that makes a query's x zero;
+    rho and ridge are in units of the mean eigenvalue of K^T K. So scaling q or k only scales x.
     """
     products = without_self(q @ k.mT, is_self)  # (B, nh, Q, N)
     products = F.relu(products) if positive else products.abs()
-    largest = products.amax(-1, keepdim=True)
+    lam = 2 * sparsity * products.amax(-1, keepdim=True)
     mean_eigenvalue = k.square().sum((-2, -1), keepdim=True) / k.size(-1)  # trace / hs
-    return 2 * sparsity * largest, (rho * mean_eigenvalue).clamp_min(1e-8), ridge * mean_eigenvalue
+    return lam, (rho * mean_eigenvalue).clamp_min(1e-8), ridge * mean_eigenvalue
 
 def soft(v, t):
-    """tau_t, the proximal operator of t |.|: moves v towards zero by t, and no further."""
+    """tau_t, the proximal operator of t |.|: it moves v towards zero by t, and no further."""
     return F.relu(v - t) - F.relu(-v - t)
 
 def ridge_matrix(k, rho):
@@ -123,49 +124,49 @@ def lasso(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6,
           positive=False, vanilla=False):
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
-    -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0, and with is_self so does the
-    query itself. [deviation] OA zeroes that in x, we in z, because then (3b) obeys the constraint
-    x_ii = 0 and ADMM still converges. [choice] OA does not over-relax. `vanilla` takes the N x N
-    inverse, which gives the same x up to rounding.  [OA Eq. 3]
+    -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0; with is_self, so does the
+    query itself. [deviation] OA zeroes that entry of x, we that of z, because then (3b) obeys the
+    constraint x_ii = 0 and ADMM still converges. [choice] OA does not over-relax. `vanilla` takes
+    the N x N inverse, which gives the same x up to rounding.  [OA Eq. 3]
     """
-    penalty, rho, e = scales(q, k, is_self, sparsity, rho, ridge, positive)
-    t = penalty / (2 * rho)  # (B, nh, Q, 1)
+    lam, rho, e = scales(q, k, is_self, sparsity, rho, ridge, positive)
+    threshold = lam / (2 * rho)  # (B, nh, Q, 1)
     if vanilla:
         inverse, products = vanilla_inverse(k, rho), q @ k.mT
         regress = lambda w: (products + rho * w) @ inverse
     else:
         P = ridge_matrix(k, rho)
-        regress = lambda w: w + (q - w @ k) @ P  # the same: it fits what w leaves of q
+        regress = lambda w: w + (q - w @ k) @ P  # the same: w, and ridge for what it leaves of q
     z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
     for _ in range(iterations):
         x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
         v = torch.add(v, x - z, alpha=relax)  # v + relax * (x - z): x + u if relax is 1
         # (3b): argmin lambda ||z||_1 + e ||z||^2 + rho ||z - v||^2
-        z = F.relu(v - t) if positive else soft(v, t)
+        z = F.relu(v - threshold) if positive else soft(v, threshold)
         z = without_self(z / (1 + e / rho), is_self)
         u = v - z  # (3c): the running sum of x - z, the scaled dual of x = z
-    return torch.where(t > 0, z, 0)  # lambda is 0 where no token helps
+    return torch.where(threshold > 0, z, 0)  # lambda is 0 where no token helps
 
-@torch.compiler.assume_constant_result  # else the generator would break --compile's graph
+@torch.compiler.assume_constant_result  # the generator would break --compile's graph
 def seeded(draw, seed, *shape):
-    """Random numbers, the same in every call, on the CPU."""
+    """Random numbers on the CPU, the same in every call."""
     return draw(shape, generator=torch.Generator().manual_seed(seed))
 
 def as_published(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=False,
                  sigma=1e-4):
     """Equations (3) or (4) to the letter -> x (B, nh, Q, N). They do not solve the Lasso.
 
-    The sign of mu in (3b) contradicts (3c), so past the threshold the state about doubles in every
+    The sign of mu in (3b) contradicts (3c): past the threshold the state roughly doubles in every
     iteration. The fixed point of (3) is ridge regression, whatever lambda is. (4) has D^1/2 where
-    the spectrum is D, and omits the complement of V's range.  [OA Eq. 3] [OA Eq. 4]
+    the spectrum is D, and omits the complement of K's range.  [OA Eq. 3] [OA Eq. 4]
 
     Likely misprints: with z - mu for x - z in (3a) and x^(k+1) + mu for x^(k) - mu in (3b), (3) is
-    exactly ADMM, but for the Lasso with 2 lambda: (2) asks for the threshold lambda / (2 rho).
-    So (3) corrected, with sparsity s, is lasso(sparsity=2 * s, relax=1, vanilla=True).
+    ADMM for the Lasso with 2 lambda, the same as lasso(sparsity=2 * sparsity, relax=1,
+    vanilla=True). For (2) itself the threshold must be lambda / (2 rho).
     """
-    penalty, rho, _ = scales(q, k, is_self, sparsity, rho)
+    lam, rho, _ = scales(q, k, is_self, sparsity, rho)
+    threshold = lam / rho
     products = q @ k.mT  # (B, nh, Q, N)
-    threshold = penalty / rho
     if vanilla:
         inverse = vanilla_inverse(k, rho)
     else:
@@ -186,26 +187,26 @@ def as_published(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, van
     return x
 
 def sharpen(x, power=5):
-    """x^5 / sum |x^5|, safely: rows of zeros stay, tiny ones fade to zero.  [OA Sec. 3]"""
+    """x^5 / sum |x^5|, but rows of zeros stay zero, and tiny ones fade to zero.  [OA Sec. 3]"""
     if not power:
         return x
-    # scaled first, so that x^5 neither underflows nor blows the gradient up
+    # scaled first, so that x^5 neither underflows nor blows up the gradient
     largest = x.detach().abs().amax(-1, keepdim=True)
     y = (x / largest.clamp_min(1e-6)) ** power
-    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # 1 or more, but in rows that fade
+    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # at least 1, except in tiny rows
 
 def dictionary(k, padding, centre=False, random_tokens=0):
-    """The tokens to solve over: padding zeroed, so that it gets no weight; if `centre`, less their
-    mean; then random ones from N(0, 1), the same every time.  [OA Sec. 3]
+    """The tokens to solve over. Padding is zeroed, so that it gets no weight; `centre` subtracts
+    the mean of the rest; then come random tokens from N(0, 1), the same every time.  [OA Sec. 3]
 
     [deviation] Padding gets weight in OA's Fig. 1; not here, because it gets none in DETR.
     [deviation] Random tokens have values in OA; not here, because only DETR's values are mixed.
     """
-    hidden = padding[:, None, :, None]  # (B, 1, N, 1)
-    k = k.masked_fill(hidden, 0)
+    padding = padding[:, None, :, None]  # (B, 1, N, 1)
+    k = k.masked_fill(padding, 0)
     if centre:
-        mean = k.sum(2, keepdim=True) / (~hidden).sum(2, keepdim=True)
-        k = (k - mean).masked_fill(hidden, 0)
+        mean = k.sum(2, keepdim=True) / (~padding).sum(2, keepdim=True)
+        k = (k - mean).masked_fill(padding, 0)
     extra = seeded(torch.randn, 0, random_tokens, k.size(-1)).to(k)  # (n, hs)
     return torch.cat([k, extra.expand(*k.shape[:2], -1, -1)], dim=2)  # (B, nh, N + n, hs)
 
@@ -229,14 +230,14 @@ def admm(q, k, padding, is_self, c, vanilla=False):
     return sharpen(x, c.power)[..., :k.size(2)]
 
 def admm_as_published(q, k, padding, is_self, c, vanilla=False):
-    """The paper's formulas as they stand, which pay no heed to padding.  [OA Eq. 4]"""
+    """The formulas as printed, sharpened; they ignore padding.  [OA Eq. 4]"""
     no_padding = torch.zeros_like(padding)
     tokens = dictionary(k, no_padding, random_tokens=c.random_tokens or 32)  # [choice] 32
     x = as_published(q, tokens, is_self, c.sparsity, c.rho, c.iterations, vanilla)
     return sharpen(x, c.power)[..., :k.size(2)]
 
 ATTENTION = {  # (q, k, padding (B, N), is_self, config) -> coefficients x (B, nh, Q, N)
-    'softmax': softmax,     # for these two MultiheadAttention.forward uses the fused kernel
+    'softmax': softmax,     # MultiheadAttention computes this one and the next by a fused kernel
     'no-weights': softmax,  # no W_q, W_k, W_v, as in all that follow  [OA Sec. 4.1]
     'l2': l2,
     'admm': admm,
@@ -253,12 +254,12 @@ class Config:
     # the paper's method: attention in the decoder; names in ATTENTION
     self_attention: str = 'softmax'  # of its queries to each other
     cross_attention: str = 'admm'    # of its queries to the image
-    solve_over: str = 'key'        # key or value: tokens to solve over; values are mixed
-    out_proj: bool = False         # keep the output projection of attention without weights
-    iterations: int = 4            # of ADMM; without a ridge many more, at --rho 0.1
+    solve_over: str = 'key'        # key or value: the tokens that rebuild a query
+    out_proj: bool = False         # an output projection for attention without weights, too
+    iterations: int = 4            # of ADMM; without a ridge it needs many more, and --rho 0.1
     sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
     rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
-    power: int = 3                 # raise coefficients to it, normalise; 0: do neither; OA has 5
+    power: int = 3                 # x to this power, normalised; 0: x as it is; OA has 5
     random_tokens: int = 0         # [OA Sec. 3]; for admm-printed, 0 means 32
     # [choice] not OA's: they make an easier problem (see experiments/results.md)
     ridge: float = 3.0             # + e ||x||^2, an elastic net: steadier where tokens are alike
@@ -273,7 +274,7 @@ class Config:
     dec_layers: int = 2
     dim_feedforward: int = 128     # hidden channels of the feed-forward networks
     dropout: float = 0.0
-    num_queries: int = 12          # object queries, several times the most objects
+    num_queries: int = 12          # object queries, several times as many as objects in an image
     num_classes: int = 0           # from the data
     classes: list = ()             # their names, from the data
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
@@ -328,8 +329,8 @@ DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0,
                 threads=0)
-# (2) as OA has it, for its tables and recipe. [choice] 15 iterations: on the tokens of an untrained
-# model x is off by 40 % of its length, and the sum in (2) by 3 %; 1000 get x within 1 %.
+# (2) as OA has it, for its tables and recipe. [choice] 15 iterations: for an untrained model's
+# tokens they leave x off by 40 % of its length, and the sum in (2) by 3 %; 1000 get within 1 %.
 # [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
 OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15,
           random_tokens=32)
@@ -339,9 +340,10 @@ PRESETS = {
     # 1 GiB of memory an image
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
-    # OA: 4 GPUs with 8 images each, "original" rates. [choice] DETR's 300 epochs of 3696 steps, the
-    # last 100 at a tenth of the rate. An image takes 3 GiB, or 5 where wide and tall ones meet: on
-    # a T4 add --batch-size 2 --grad-accum-steps 16
+    # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
+    # last 100 at a tenth of the rate
+    # (3 GiB an image, or 5 where wide and tall ones meet; a T4: --batch-size 2
+    # --grad-accum-steps 16)
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pth', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
@@ -350,7 +352,7 @@ PRESETS = {
 LOWEST = {**dict.fromkeys(('iterations', 'hidden_dim', 'nheads', 'enc_layers', 'dec_layers',
                            'dim_feedforward', 'num_queries', 'image_size', 'batch_size',
                            'grad_accum_steps', 'eval_interval', 'log_interval'), 1),
-          'sparsity': 1e-6, 'rho': 1e-5}  # for float32
+          'sparsity': 1e-6, 'rho': 1e-5}  # less is lost in float32's rounding
 HIGHEST = dict(sparsity=1, dropout=0.99, lr_backbone_ratio=1, min_lr_ratio=1, threshold=1)
 CHOICES = {
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
@@ -370,17 +372,19 @@ class FrozenBatchNorm2d(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 class Bottleneck(nn.Module):
-    def __init__(self, inside, width, stride):
+    def __init__(self, c_in, width, stride):
         super().__init__()
-        outside = 4 * width
-        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
+        c_out = 4 * width
+        self.conv1 = nn.Conv2d(c_in, width, 1, bias=False)
         self.bn1 = FrozenBatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
         self.bn2 = FrozenBatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
-        self.bn3 = FrozenBatchNorm2d(outside)
-        self.downsample = nn.Identity() if inside == outside else nn.Sequential(
-            nn.Conv2d(inside, outside, 1, stride, bias=False), FrozenBatchNorm2d(outside))
+        self.conv3 = nn.Conv2d(width, c_out, 1, bias=False)
+        self.bn3 = FrozenBatchNorm2d(c_out)
+        self.downsample = nn.Identity()
+        if c_in != c_out:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(c_in, c_out, 1, stride, bias=False), FrozenBatchNorm2d(c_out))
 
     def forward(self, x):
         y = F.relu(self.bn1(self.conv1(x)))
@@ -395,36 +399,35 @@ class ResNet50(nn.Sequential):
         self.bn1 = FrozenBatchNorm2d(64)
         self.relu = nn.ReLU()
         self.maxpool = nn.MaxPool2d(3, 2, 1)
-        inside = 64
-        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
-            stage = nn.Sequential()
-            for j in range(blocks):
-                stage.append(Bottleneck(inside, width, stride=2 if i > 1 and j == 0 else 1))
-                inside = 4 * width
-            self.add_module(f'layer{i}', stage)
-        self.channels = inside  # 2048
+        self.layer1 = self.make_layer(3, 64, 64, stride=1)
+        self.layer2 = self.make_layer(4, 256, 128, stride=2)
+        self.layer3 = self.make_layer(6, 512, 256, stride=2)
+        self.layer4 = self.make_layer(3, 1024, 512, stride=2)
+        self.channels = 2048
         self.conv1.requires_grad_(False)
         self.layer1.requires_grad_(False)
+
+    def make_layer(self, blocks, c_in, width, stride):
+        rest = [Bottleneck(4 * width, width, 1) for _ in range(blocks - 1)]
+        return nn.Sequential(Bottleneck(c_in, width, stride), *rest)
 
 class SmallBackbone(nn.Sequential):
     """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
     def __init__(self, stride):
         super().__init__()
-        inside, width = 3, 32
+        c_in, width = 3, 32
         while stride >= 1:  # for 8: 32, 64, 96, 96 channels with strides 2, 2, 2, 1
             step = 2 if stride > 1 else 1
-            self.append(nn.Conv2d(inside, width, 3, step, 1, bias=False))
+            self.append(nn.Conv2d(c_in, width, 3, step, 1, bias=False))
             self.append(nn.GroupNorm(8, width))
             self.append(nn.ReLU())
-            inside, width = width, min(96, width + 32)
+            c_in, width = width, min(96, width + 32)
             stride //= 2
-        self.channels = inside  # 96
+        self.channels = c_in  # 96
 
 def sine_positions(padding, channels):
-    """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's.
-
-    Sines and cosines, interleaved, of the position, 0 to 2 pi, times rates of 1 to 1/10000.
-    """
+    """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's:
+    sines and cosines, interleaved, of positions from 0 to 2 pi times rates from 1 to 1/10000."""
     rate = 10000 ** -(torch.arange(channels // 4, device=padding.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
@@ -435,7 +438,7 @@ def sine_positions(padding, channels):
     return torch.cat(parts, -1).flatten(1, 2)
 
 class MultiheadAttention(nn.Module):
-    """Has nn.MultiheadAttention's parameters if PROJECTED, else none, or out_proj alone."""
+    """The parameters are nn.MultiheadAttention's if PROJECTED; else out_proj, or none at all."""
     def __init__(self, c, kind, is_self=False):
         super().__init__()
         C = c.hidden_dim
@@ -454,7 +457,7 @@ class MultiheadAttention(nn.Module):
         return [x.unflatten(2, (self.config.nheads, -1)).transpose(1, 2) for x in qkv]
 
     def coefficients(self, q, k, v, padding=None):
-        """Coefficients (B, nh, Q, N) of the tokens, and what they mix to, (B, nh, Q, hs)."""
+        """-> coefficients x (B, nh, Q, N) of the tokens, and x^T V (B, nh, Q, hs)."""
         attention = ATTENTION[self.kind]
         over_values = self.config.solve_over == 'value' and attention is not softmax
         if padding is None:
@@ -468,7 +471,7 @@ class MultiheadAttention(nn.Module):
     def forward(self, q, k, v, padding=None):
         """q (B, Q, C), k and v (B, N, C), padding (B, N) True where no token is -> (B, Q, C)."""
         q, k, v = self.heads(q, k, v)
-        if ATTENTION[self.kind] is softmax:  # the fused kernel makes the same sum
+        if ATTENTION[self.kind] is softmax:  # x^T V by a fused kernel
             mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
             dropout = self.config.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
@@ -573,8 +576,8 @@ class DETR(nn.Module):
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Fill parameters as DETR does, each from its own generator: what two variants share starts out
-    equal. Norms, and parameters you may add, keep the values they were made with."""
+    """Initialise parameters as DETR does, each from its own generator: what two variants share
+    starts out equal. Norms, and any parameter you add, keep the values they were made with."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
         module = model.get_submodule(name.rpartition('.')[0])
@@ -583,7 +586,7 @@ def init_weights(model, seed):
         elif name.endswith('out_proj.bias'):
             p.zero_()
         elif name.endswith('in_proj_weight') or isinstance(module, (nn.Linear, nn.Conv2d)):
-            weight = getattr(module, 'weight', p)
+            weight = getattr(module, 'weight', p)  # also for its bias
             fan_out, fan_in = len(weight), weight[0].numel()
             bound = fan_in ** -0.5  # PyTorch's default
             if name.startswith('transformer') and p.dim() > 1:
@@ -593,31 +596,31 @@ def init_weights(model, seed):
 # ------------------------------------ data ------------------------------------
 # A data set has len, classes, and [row, rng] -> image, target. rng, a NumPy generator, makes random
 # flips and sizes; in evaluation it is None. image: (3, H, W), normalised. target: labels (n,);
-# boxes (n, 4), centre and size as fractions of the image; for AP annotations in COCO's json form,
-# image_id and orig_size (height, width).
+# boxes (n, 4), centre and size as fractions of the image; and for AP: annotations in COCO's json
+# form, image_id, orig_size (height, width).
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def stream(name, *numbers):
-    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
-    hence the final 1."""
+    """A generator for each purpose. (The last 1: to NumPy, seeds [7] and [7, 0] are equal.)"""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-SHAPES = {  # name -> which points (x, y) of its box, 0 to 1, are inside: it should touch all sides
+SHAPES = {  # which points (x, y) of its box, both 0 to 1, a shape covers; it must touch all sides
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
+    # the tip is at (tip, 0), with tip random
     'triangle': lambda x, y, tip: (x >= tip * (1 - y)) & (x <= 1 - (1 - tip) * (1 - y)),
 }
 
 def overlap(a, b):
-    """False only if two boxes share less than 15 % of the smaller one."""
+    """Whether two boxes may share 15 % of the smaller one, or more."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
     width = max(0, (aw + bw) / 2 - abs(ax - bx))
     height = max(0, (ah + bh) / 2 - abs(ay - by))
     return width * height >= 0.15 * min(aw * ah, bw * bh)
 
 class Shapes:
-    """n drawings of one to four shapes, with boxes. They need no files and no network."""
+    """n drawings of one to four shapes, which need no files and no network."""
     def __init__(self, n, side):
         self.n, self.side, self.classes = n, side, list(SHAPES)
 
@@ -625,7 +628,7 @@ class Shapes:
         return self.n
 
     def __getitem__(self, key):
-        """A fresh drawing or, without a generator, the validation drawing of that row."""
+        """A fresh drawing or, with rng None, the validation drawing of that row."""
         row, rng = key
         rng = rng or stream('validation', row)
         boxes = []  # centre and size, 0 to 1
@@ -661,8 +664,8 @@ class Shapes:
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
 def read_photo(path, size=None):
-    """-> Pillow's RGB image, turned upright as its EXIF says; but not if it has the size (width,
-    height) that its boxes were drawn for already, since COCO's boxes ignore EXIF."""
+    """A photo as Pillow's RGB image. It is turned upright as its EXIF says, unless it already has
+    the `size` (width, height) of its annotations: COCO's ignore EXIF."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -685,27 +688,26 @@ def read_photo(path, size=None):
 def to_tensor(photo, image_size, share=1.0):
     """Pillow's image -> (3, H, W), normalised. The shorter side becomes this share of image_size,
     or less where the longer would exceed 5/3 of image_size, as DETR's 1333 for 800."""
-    w, h = photo.size
-    short, long = min(w, h), max(w, h)
+    short, long = sorted(photo.size)
     largest = 5 * image_size // 3 * short / long
     side = max(1, round(min(round(image_size * share), largest)))
     other = int(side * long / short)
-    photo = photo.resize((side, other) if w < h else (other, side), 2)  # 2: bilinear
-    x = np.asarray(photo, np.float32).transpose(2, 0, 1) / 255
-    return torch.from_numpy((x - MEAN) / STD)
+    size = (side, other) if photo.width < photo.height else (other, side)
+    x = np.asarray(photo.resize(size, 2), np.float32) / 255  # 2: bilinear
+    return torch.from_numpy((x.transpose(2, 0, 1) - MEAN) / STD)
 
 def as_number(i):
     """An id, as a whole number where a file has it as '7' or 7.0."""
     text = str(i).removesuffix('.0')
     return int(text) if text.isdigit() else i
 
-def are_numbers(x, n):
-    return type(x) is list and len(x) == n and all(type(v) in (int, float) and v == v for v in x)
+def are_numbers(*values):
+    return all(type(v) in (int, float) for v in values)
 
 class CocoFolder:
     """Photos and their annotations; row i is the i-th image by id. Each image has `annotations` as
-    COCO's AP wants them, and `objects` to learn, (label, box), box as in a target: no crowds and
-    nothing without area."""
+    COCO's AP wants them, and `labels` and `boxes` as a target has them, of what is to be learned:
+    no crowds, and nothing without area."""
     def __init__(self, folder, name, image_size):
         self.path = folder / 'annotations' / f'instances_{name}.json'
         self.photos, self.image_size = folder / name, image_size
@@ -721,11 +723,11 @@ class CocoFolder:
             self.images = [images[i] for i in sorted(images)]
             for i, image in images.items():
                 size = [image.get('width'), image.get('height')]
-                if not are_numbers(size, 2) or min(size) <= 0:
+                if not are_numbers(*size) or not min(size) > 0:
                     fail(f'{self.path}: {image["file_name"]} has the width and height {size}')
-                image.update(id=i, annotations=[], objects=[])
                 if not (self.photos / image['file_name']).exists():
                     fail(f'{self.photos} has no {image["file_name"]}')
+                image.update(id=i, annotations=[], labels=[], boxes=[])
             self.add_annotations(content['annotations'], images, names)
         except (OSError, KeyError, TypeError, ValueError) as error:
             fail(f"{self.path} is no file of annotations in COCO's form: {error!r:.200}")
@@ -740,22 +742,24 @@ class CocoFolder:
             its = f'{self.path}: annotation {annotation.get("id")}: its'
             if i not in images or label not in names:
                 fail(f'{its} image_id {i!r} or category_id {label!r} is unknown')
-            if not are_numbers(bbox, 4):
+            if type(bbox) is not list or len(bbox) != 4 or not are_numbers(*bbox):
                 fail(f'{its} bbox {bbox!r} is not four numbers')
-            image, (x, y, w, h) = images[i], bbox
+            image, (left, top, w, h) = images[i], bbox
+            right, bottom = left + w, top + h
             W, H = image['width'], image['height']
-            if x > W or y > H or x + w < 0 or y + h < 0:
+            if not (left <= W and top <= H and right >= 0 and bottom >= 0):  # nan is not, either
                 fail(f'{its} bbox {bbox} is outside its photo of {W} x {H} pixels')
-            beyond += x < -1 or y < -1 or x + w > W + 1 or y + h > H + 1
-            largest = max(largest, x, y, w, h)
-            left, right = [min(max(v / W, 0), 1) for v in (x, x + w)]  # cut off at the edges
-            top, bottom = [min(max(v / H, 0), 1) for v in (y, y + h)]
-            box = [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]
+            beyond += left < -1 or top < -1 or right > W + 1 or bottom > H + 1
+            largest = max(largest, *bbox)
+            left, right = max(left / W, 0), min(right / W, 1)  # cut off at the edges
+            top, bottom = max(top / H, 0), min(bottom / H, 1)
             image['annotations'].append(annotation)
             if left >= right or top >= bottom:
                 empty += 1
             elif not annotation.get('iscrowd'):
-                image['objects'].append((label, box))
+                image['labels'].append(label)
+                image['boxes'].append([(left + right) / 2, (top + bottom) / 2,
+                                       right - left, bottom - top])
         if annotations and largest <= 1:
             fail(f'{self.path}: no box exceeds one pixel: boxes must be in pixels, not fractions')
         if beyond > max(10, len(annotations) / 2):
@@ -769,8 +773,7 @@ class CocoFolder:
         return len(self.images)
 
     def __getitem__(self, key):
-        """A photo or, with a generator, what DETR's random flip and size make of it. labels and
-        boxes are those of objects; annotations are all, since COCO's AP knows crowds."""
+        """A photo or, with a generator, what DETR's random flip and size make of it."""
         row, rng = key
         info = self.images[row]
         size = info['width'], info['height']
@@ -781,8 +784,8 @@ class CocoFolder:
             share = rng.integers(15, 26) / 25  # 480, 512, ..., 800 of 800
         photo = read_photo(self.photos / info['file_name'], size)
         image = to_tensor(photo, self.image_size, share)
-        labels = torch.tensor([label for label, _ in info['objects']], dtype=torch.long)
-        boxes = torch.tensor([box for _, box in info['objects']], dtype=torch.float64).view(-1, 4)
+        labels = torch.tensor(info['labels'], dtype=torch.long)
+        boxes = torch.tensor(info['boxes'], dtype=torch.float64).view(-1, 4)
         if flip:
             image = image.flip(2)
             boxes[:, 0] = 1 - boxes[:, 0]
@@ -811,10 +814,10 @@ def load_data(c):
     if train.classes != val.classes:
         fail(f'--data {c.data}: the two files of annotations differ in their categories')
     for split, n in (train, None), (val, c.eval_rows or None):
-        if not any(image['objects'] for image in split.images[:n]):
+        if not any(image['labels'] for image in split.images[:n]):
             fail(f'{split.path} has no object in the photos that are used')
-        split[0, None]  # a first look at a photo
-    most = max(len(image['objects']) for image in train.images + val.images)
+        split[0, None]  # a photo that does not fit is refused before the run has a folder
+    most = max(len(image['labels']) for image in train.images + val.images)
     about = (f'{folder}, {len(train):,} photos, {len(val):,} held out; up to {most} objects in '
              f'one, to be found by --num-queries {c.num_queries}')
     return SimpleNamespace(train=train, val=val, about=about)
@@ -862,29 +865,29 @@ def corners(boxes):
     return torch.cat([centre - size / 2, centre + size / 2], -1)
 
 def generalised_iou(a, b):
-    """IoU of boxes (..., 4), less the empty share of their hull; broadcasts."""
+    """IoU of boxes (..., 4), less the empty share of the smallest box around both; broadcasts."""
     area = lambda low, high: (high - low).clamp_min(0).prod(-1)
     a0, a1 = corners(a).chunk(2, -1)
     b0, b1 = corners(b).chunk(2, -1)
-    both = area(torch.maximum(a0, b0), torch.minimum(a1, b1))
-    union = area(a0, a1) + area(b0, b1) - both
-    hull = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
-    return both / union.clamp_min(1e-30) - (hull - union) / hull.clamp_min(1e-30)
+    intersection = area(torch.maximum(a0, b0), torch.minimum(a1, b1))
+    union = area(a0, a1) + area(b0, b1) - intersection
+    around = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
+    return intersection / union.clamp_min(1e-30) - (around - union) / around.clamp_min(1e-30)
 
 @torch.no_grad()
 def match_batch(logits, boxes, labels, true_boxes, counts, c):
     """The cheapest pairing of queries with objects, for each image and layer separately.
 
-    logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects,
-    counts of each image's -> indices of layer, image, query and object.
+    logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects;
+    counts: how many each image has -> indices of layer, image, query and object, each (pairs,).
     """
     boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
     distance = (boxes - true_boxes).abs().sum(-1)  # (L, B, Q, T)
     giou = generalised_iou(boxes, true_boxes)
     probability = logits.softmax(-1)[..., labels]
     cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - probability
-    cost = cost.nan_to_num().cpu().numpy()  # what is not finite shows in the loss
-    pairs, first = [], 0  # first object of the image
+    cost = cost.nan_to_num().cpu().numpy()  # the loss will say if something is not finite
+    pairs, first = [], 0  # the image's first object
     for image, n in enumerate(counts):
         for layer in range(len(cost)):
             queries, objects = match(cost[layer, image, :, first:first + n])
@@ -893,8 +896,8 @@ def match_batch(logits, boxes, labels, true_boxes, counts, c):
     return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
 def normalisers(counts, c, device):
-    """What the losses are divided by, from each image's count of objects: the sum of class weights
-    (object 1, no-object eos_coef) and num_boxes, both averaged over the processes."""
+    """What the losses are divided by: the sum of class weights (1, but eos_coef for no-object) and
+    the number of objects, both averaged over the processes. counts: objects of each image."""
     matched = sum(min(n, c.num_queries) for n in counts)
     others = len(counts) * c.num_queries - matched
     sums = torch.tensor([matched + c.eos_coef * others, sum(counts)], dtype=torch.float64)
@@ -905,30 +908,30 @@ def normalisers(counts, c, device):
     return weight_sum / WORLD, max(1.0, num_boxes) / WORLD
 
 def set_loss(outputs, targets, c):
-    """DETR's loss, a number: cross-entropy, L1 distance and GIoU, summed over decoder layers."""
+    """DETR's loss: cross-entropy, L1 distance and GIoU, summed over the decoder layers."""
     layers = [outputs, *outputs['aux_outputs']]
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
     labels = torch.cat([target['labels'] for target in targets])  # (T,)
     true_boxes = torch.cat([target['boxes'] for target in targets])  # (T, 4)
     counts = [len(target['labels']) for target in targets]
-    layer, image, query, which = match_batch(logits, boxes, labels, true_boxes, counts, c)
+    layer, image, query, truth = match_batch(logits, boxes, labels, true_boxes, counts, c)
+    places = layer, image, query
     no_object = logits.size(-1) - 1
-    wanted = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
-    wanted[layer, image, query] = labels[which]
-    weight = torch.where(wanted == no_object, c.eos_coef, 1.0)
-    entropy = F.cross_entropy(logits.movedim(-1, 1), wanted, reduction='none')
-    matched, true_boxes = boxes[layer, image, query], true_boxes[which]  # (pairs, 4)
-    giou = generalised_iou(matched, true_boxes)
+    classes = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
+    classes[places] = labels[truth]
+    weight = torch.where(classes == no_object, c.eos_coef, 1.0)
+    entropy = F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
+    boxes, true_boxes = boxes[places], true_boxes[truth]  # (pairs, 4)
     weight_sum, num_boxes = normalisers(counts, c, boxes.device)
     loss_ce = (weight * entropy).sum() / weight_sum
-    loss_bbox = (matched - true_boxes).abs().sum() / num_boxes
-    loss_giou = (1 - giou).sum() / num_boxes
+    loss_bbox = (boxes - true_boxes).abs().sum() / num_boxes
+    loss_giou = (1 - generalised_iou(boxes, true_boxes)).sum() / num_boxes
     return loss_ce + c.bbox_loss_coef * loss_bbox + c.giou_loss_coef * loss_giou
 
 @torch.no_grad()
 def post_process(outputs, targets):
-    """What every query finds, in COCO's json form: its likeliest class other than no-object, and
+    """What each query finds, in COCO's json form: its likeliest class other than no-object, and
     its box (left, top, width, height) in pixels of the original."""
     scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)  # (B, Q)
     boxes = corners(outputs['pred_boxes'])  # (B, Q, 4)
@@ -936,8 +939,8 @@ def post_process(outputs, targets):
     for i, target in enumerate(targets):
         h, w = target['orig_size']
         pixels = boxes[i] * boxes.new_tensor([w, h, w, h])
-        parts = scores[i].tolist(), labels[i].tolist(), pixels.tolist()
-        for score, label, (x0, y0, x1, y1) in zip(*parts):
+        parts = zip(scores[i].tolist(), labels[i].tolist(), pixels.tolist())
+        for score, label, (x0, y0, x1, y1) in parts:
             found.append(dict(image_id=target['image_id'], category_id=label, score=score,
                               bbox=[x0, y0, x1 - x0, y1 - y0]))
     return found
@@ -953,40 +956,71 @@ def coco_ap(ground_truth, detections):
     [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. pycocotools
     gives the same, but -1 for nan, and never matches annotation id 0.
     """
-    truth = ground_truth['annotations']
+    truth = []
+    for true in ground_truth['annotations']:
+        _, _, w, h = true['bbox']
+        truth.append({'area': w * h, 'iscrowd': 0, **true})
+    found = compare_boxes(truth, detections)
     categories = sorted({true['category_id'] for true in truth})
-    of_place = defaultdict(list)  # indices of a category's annotations in an image
-    for i, true in enumerate(truth):
-        of_place[true['category_id'], true['image_id']].append(i)
-    found = defaultdict(list)  # of each category, the surest first: rank in its image, area, IoUs
-    ranks = defaultdict(int)
-    for x in sorted(detections, key=lambda x: (-x['score'], x['image_id'])):
-        place = x['category_id'], x['image_id']
-        if ranks[place] < 100:
-            ious = {i: iou(x, truth[i]) for i in of_place[place]}
-            found[x['category_id']].append((ranks[place], x['bbox'][2] * x['bbox'][3], ious))
-        ranks[place] += 1
-
-    areas = [true.get('area', true['bbox'][2] * true['bbox'][3]) for true in truth]
-    crowds = [bool(true.get('iscrowd')) for true in truth]
-    precision = np.full((4, 10, len(categories)), np.nan)  # (areas, IoUs, K)
-    recall = np.full((3, 4, 10, len(categories)), np.nan)  # (detections per image, ...)
+    scores = np.full((4, len(AREAS), len(IOUS), len(categories)), np.nan)
     for a, (low, high) in enumerate(AREAS):
-        scored = [low <= area <= high and not crowd for area, crowd in zip(areas, crowds)]
+        counts = [low <= true['area'] <= high and not true['iscrowd'] for true in truth]
+        wanted = Counter(true['category_id'] for true, n in zip(truth, counts) if n)
         for k, category in enumerate(categories):
-            wanted = sum(n for n, true in zip(scored, truth) if true['category_id'] == category)
-            for t, threshold in enumerate(IOUS if wanted else []):
-                rank, right = right_or_wrong(found[category], scored, crowds, threshold, low, high)
-                precision[a, t, k] = average_precision(right, wanted)
-                for m, most in enumerate((1, 10, 100)):
-                    recall[m, a, t, k] = right[rank < most].sum() / wanted
-    figures = dict(AP=precision[0], AP50=precision[0, 0], AP75=precision[0, 5],
-                   APs=precision[1], APm=precision[2], APl=precision[3],
-                   AR1=recall[0, 0], AR10=recall[1, 0], AR100=recall[2, 0],
-                   ARs=recall[2, 1], ARm=recall[2, 2], ARl=recall[2, 3])
+            n = wanted[category]
+            for t, threshold in enumerate(IOUS if n else []):
+                rank, right = right_or_wrong(found[category], truth, counts, threshold, low, high)
+                recalls = [right[rank < most].sum() / n for most in (1, 10, 100)]
+                scores[:, a, t, k] = [average_precision(right, n), *recalls]
+    AP, AR1, AR10, AR100 = scores  # each (areas, IoUs, categories)
+    figures = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3],
+                   AR1=AR1[0], AR10=AR10[0], AR100=AR100[0],
+                   ARs=AR100[1], ARm=AR100[2], ARl=AR100[3])
     for name, x in figures.items():
         figures[name] = math.nan if np.isnan(x).all() else float(np.nanmean(x))
     return figures
+
+def compare_boxes(truth, detections):
+    """-> {category: detections, the surest first, at most 100 an image}; each is its rank in its
+    image, its area, and its IoU with annotations of the category there, {index in truth: IoU}."""
+    of_place = defaultdict(list)  # indices of a category's annotations in an image
+    for i, true in enumerate(truth):
+        of_place[true['category_id'], true['image_id']].append(i)
+    found, ranks = defaultdict(list), defaultdict(int)
+    for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
+        place = one['category_id'], one['image_id']
+        if ranks[place] < 100:
+            _, _, w, h = one['bbox']
+            ious = {i: iou(one, truth[i]) for i in of_place[place]}
+            found[one['category_id']].append((ranks[place], w * h, ious))
+        ranks[place] += 1
+    return found
+
+def iou(found, true):
+    """IoU of two boxes or, where the second is a crowd, the share of the first inside it."""
+    x, y, w, h = found['bbox']
+    X, Y, W, H = true['bbox']
+    width = max(0, min(x + w, X + W) - max(x, X))
+    height = max(0, min(y + h, Y + H) - max(y, Y))
+    intersection = width * height
+    union = w * h if true['iscrowd'] else w * h + W * H - intersection
+    return intersection / max(union, 1e-99)
+
+def right_or_wrong(found, truth, counts, threshold, low, high):
+    """Detections of one category, the surest first -> of those that count, their ranks and whether
+    each is right: whether it has an annotation to itself. counts: which annotations do."""
+    taken, verdicts = set(), []
+    for rank, area, ious in found:
+        fits = [i for i, share in ious.items() if share >= threshold and i not in taken]
+        it_counts = low <= area <= high
+        if fits:  # annotations that count come first, then the highest IoU, then the last one
+            best = max(fits, key=lambda i: (counts[i], ious[i], i))
+            it_counts = counts[best]
+            if not truth[best]['iscrowd']:  # a crowd is there for many
+                taken.add(best)
+        if it_counts:
+            verdicts.append((rank, bool(fits)))
+    return np.array(verdicts, dtype=int).reshape(-1, 2).T
 
 def average_precision(right, wanted):
     """right: detections, the surest first, True where right; wanted: how many objects there are
@@ -996,32 +1030,6 @@ def average_precision(right, wanted):
     precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
     reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
     return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
-
-def iou(found, true):
-    """IoU of two boxes or, where the second is a crowd, the share of the first inside it."""
-    x, y, w, h = found['bbox']
-    X, Y, W, H = true['bbox']
-    width = max(0, min(x + w, X + W) - max(x, X))
-    height = max(0, min(y + h, Y + H) - max(y, Y))
-    both = width * height
-    union = w * h if true.get('iscrowd') else w * h + W * H - both
-    return both / max(union, 1e-99)
-
-def right_or_wrong(found, scored, crowds, threshold, low, high):
-    """Detections of one category, the surest first -> of those that count, their ranks and whether
-    each is right: whether it has an annotation to itself."""
-    taken, verdicts = set(), []
-    for rank, area, ious in found:
-        fits = [i for i, share in ious.items() if share >= threshold and i not in taken]
-        it_counts = low <= area <= high
-        if fits:  # annotations that count come first, then the highest IoU, then the last one
-            best = max(fits, key=lambda i: (scored[i], ious[i], i))
-            it_counts = scored[best]
-            if not crowds[best]:  # a crowd is there for many
-                taken.add(best)
-        if it_counts:
-            verdicts.append((rank, bool(fits)))
-    return np.array(verdicts, dtype=int).reshape(-1, 2).T
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
@@ -1034,8 +1042,8 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """Start from a checkpoint of this script, of DETR or of torchvision's ResNet-50. Attention of
-    another kind, outputs for other classes and another number of queries stay fresh."""
+    """Start from a checkpoint of this script, of DETR or of torchvision's ResNet-50. Attention,
+    classes and queries stay as they are where the file has another kind or number."""
     if not Path(path).exists():
         fail(f'--init {path}: no such file; python prepare_data.py detr-r50, or resnet50, makes '
              'those of the presets')
@@ -1054,7 +1062,7 @@ def load_weights(model, path):
     print(f'init    {path}: {len(fits)} tensors of {len(own)}; fresh: {", ".join(fresh) or "none"}')
 
 def make_optimizer(model, c):
-    """AdamW on everything, as DETR has it; the backbone has a rate of its own."""
+    """AdamW on everything, as in DETR; the backbone has a rate of its own."""
     rest = [p for name, p in model.named_parameters() if not name.startswith('backbone')]
     groups = [dict(params=rest, ratio=1.0),
               dict(params=model.backbone.parameters(), ratio=c.lr_backbone_ratio)]
@@ -1064,7 +1072,7 @@ READERS = ThreadPoolExecutor()
 
 def load_batch(dataset, keys, device):
     """-> images (B, 3, H, W), with zeros at right and bottom where they differ in size; mask
-    (B, H, W), True on these zeros, None where there are none; targets."""
+    (B, H, W), True on these zeros, or None if there are none; targets."""
     # photos are decoded side by side; drawing in threads is slower
     read = READERS.map if isinstance(dataset, CocoFolder) else map
     images, targets = zip(*read(dataset.__getitem__, keys))
@@ -1102,7 +1110,7 @@ def loss_of(model, batch, c):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss and average precision (of all, small, ... objects) on validation images."""
+    """Loss and average precision on validation images."""
     n = min(len(data.val), c.eval_rows or len(data.val))
     loss, truth, found = 0.0, [], []
     for first in range(0, n, c.batch_size):
@@ -1149,7 +1157,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). folder: where checkpoints
-    and log.csv go, None for nowhere. data: what load_data returns, or your own."""
+    and log.csv go, None for nowhere. data: what load_data returns, or your own: data sets,
+    data.train and data.val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -1214,13 +1223,13 @@ def train(c, folder=None, data=None):
 # ------------------------------------ report, detect ------------------------------------
 @torch.no_grad()
 def find(model, image, target, threshold):
-    """-> what a model finds in an image (3, H, W), the surest first (see post_process), and a map
-    (H, W), 0 to 1, of where the surest query looks in the last decoder layer.  [OA Fig. 1]"""
+    """-> what a model finds in an image (3, H, W), the surest first, as post_process has it; and a
+    map (H, W), 0 to 1, of where the surest query looks in the last decoder layer.  [OA Fig. 1]"""
     images = image[None].to(model.query_embed.weight.device)  # (1, 3, H, W)
     attn = model.transformer.decoder['layers'][-1].multihead_attn
     calls = []
     hook = attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
-    found = post_process(model(images), [target])  # of each query
+    found = post_process(model(images), [target])  # one for each query
     hook.remove()
     x, _ = attn.coefficients(*attn.heads(*calls[0][:3]))  # (1, nh, Q, N)
     surest = np.argmax([one['score'] for one in found])
@@ -1233,9 +1242,10 @@ def find(model, image, target, threshold):
 
 def draw_found(path, examples, answers, classes):
     """Draw what is found in images and, below each, where its surest query looks.
-    examples: [(image, target), ...]; answers: what `find` makes of each."""
+    examples: [(image, target), ...]; answers: what `find` returns for each."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
     except ImportError:
         return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
     picture = Figure(figsize=(4 * len(examples), 8), layout='constrained')
@@ -1253,13 +1263,13 @@ def draw_found(path, examples, answers, classes):
                 x, y, w, h = one['bbox']
                 label = one['category_id']
                 colour = f'C{label % 10}'
-                axis.plot([x, x + w, x + w, x, x], [y, y, y + h, y + h, y], colour)
+                axis.add_patch(Rectangle((x, y), w, h, color=colour, fill=False, linewidth=1.5))
                 axis.text(x, y, f'{classes[label]} {one["score"]:.2f}', color='white', fontsize=8,
                           bbox=dict(color=colour, pad=1))
     picture.savefig(path)
 
 def chance(targets):
-    """A baseline: the AP of answering with the objects of the next image."""
+    """AP of answering for each image with the objects of another: a baseline."""
     truth, guesses = [], []
     for target, other in zip(targets, targets[1:] + targets[:1]):
         truth += target['annotations']
@@ -1268,7 +1278,7 @@ def chance(targets):
     return coco_ap(dict(annotations=truth), guesses)
 
 def report(c, model, log, folder, data):
-    """-> the result beside a baseline, as text. Draws the run and what its model finds."""
+    """The result beside a baseline's, as text; and pictures of the run and of what it finds."""
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss', 'loss'), ('validation loss', 'val_loss'),
         ('AP, dashed: AP50', 'AP', 'AP50')])
