@@ -341,9 +341,8 @@ PRESETS = {
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
-    # last 100 at a tenth of the rate
-    # (3 GiB an image, or 5 where wide and tall ones meet; a T4: --batch-size 2
-    # --grad-accum-steps 16)
+    # last 100 at a tenth of the rate. An image takes 3 to 5 GiB of memory
+    # (a T4's memory: --batch-size 2 --grad-accum-steps 16)
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pth', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
@@ -1157,8 +1156,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). folder: where checkpoints
-    and log.csv go, None for nowhere. data: what load_data returns, or your own: data sets,
-    data.train and data.val."""
+    and log.csv go, None for nowhere. data: what load_data returns, or your own train and val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own

@@ -213,7 +213,7 @@ def kept_pairs(alphas, masks, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
     # the report's method
-    masks: str = 'window:32+sinks:4'  # window:N, offset:N, first:N, sinks:N, names in NAMED; join by +
+    masks: str = 'window:32+sinks:4'  # window:N, offset:N, first:N, sinks:N, or in NAMED; join by +
     reading: str = 'renormalised'  # a name in READINGS: how the masks enter attention
     learn: str = 'attention'       # alphas: only those; attention: c_attn and c_proj, too
     l1: float = 0.0                # weight of the report's penalty on coefficients
@@ -781,8 +781,6 @@ def train(c, folder=None, data=None):
     return model, log
 
 # -------------------------- teacher, report, sample, criteria --------------------------
-# A student is reported with its last weights. If the validation text chose the best ones, it could
-# no longer judge them.
 TEACHERS = SCRIPT + '-teacher'  # where teachers go, under out/
 
 def as_teacher(c):
@@ -830,8 +828,8 @@ def draw_layers(path, model, log):
     for i in range(len(model.h)):
         layers[f'layer {i}'] = [{name.removeprefix(f'{i}.'): x for name, x in row.items()}
                                 for row in log]
-    masks = [f'{kind}:{n}' for kind, n in candidates(model.config.masks)]
-    draw(path, layers, [(f'coefficient of the mask {mask}', mask) for mask in masks])
+    draw(path, layers, [(f'coefficient of the mask {kind}:{n}', f'{kind}:{n}')
+                        for kind, n in candidates(model.config.masks)])
 
 def judge(model, data, c):
     """The report's criteria on c.eval_rows sequences, for the masks alone and for the trained
@@ -856,7 +854,7 @@ def judge(model, data, c):
 
 def criteria(c):
     """Judge a student by the report's criteria, on as many sequences as you like."""
-    saved, model = load_run(c, 'ckpt.pt')
+    saved, model = load_run(c, 'ckpt.pt')  # best.pt was chosen by the text that judges here
     if not model.teacher:
         fail(f'--folder {c.folder} is a teacher\'s: name a student\'s')
     text, figures = judge(model, load_data(saved), replace(saved, eval_rows=c.eval_rows))
