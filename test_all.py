@@ -1233,7 +1233,7 @@ def test_detr_padding_and_precision():
     q, k, hidden = [x.transpose(1, 2).flatten(2).float() for x in tokens(6, 10, 4, d=8)]
     padded = torch.cat([k, 50 * hidden], 1)
     padding = torch.arange(14, device=DEVICE)[None] >= 10
-    c = detr_config(centre=True)
+    c = detr_config(centre=True, dropout=0.5)
     for name in ('softmax', 'no-weights', *EXACT):
         module = detr.MultiheadAttention(c, name).to(DEVICE).eval()
         detr.init_weights(module, 1)
@@ -1250,6 +1250,7 @@ def test_detr_padding_and_precision():
         else:
             _, y = module.coefficients(*module.heads(q, padded, padded), padding)
             close(module.out_proj(y.transpose(1, 2).flatten(2)), want, 1e-4)
+            assert (module.train()(q, k, k) != want).any(), name  # dropout
 
 def slow_as_published(V, rho, threshold, vanilla, corrected=False):
     """Equations (3) and (4) to the letter, or (3) without its misprints, four iterations; the query
@@ -1277,8 +1278,8 @@ def test_detr_published_equations():
     V = k[0, 1].numpy(force=True)
     penalty, rho, _ = detr.scales(k, k, True, 0.1, 0.2)
     r, threshold = rho[0, 1].item(), (penalty / rho)[0, 1, 2].item()
-    c = detr_config(sparsity=0.1, rho=0.2, iterations=4, power=0, random_tokens=1)
-    more = detr.dictionary(k, no_padding(k), random_tokens=1)
+    c = detr_config(sparsity=0.1, rho=0.2, iterations=4, power=0)
+    more = detr.dictionary(k, no_padding(k), random_tokens=32)  # by default
     for name, vanilla in (('admm-vanilla-printed', True), ('admm-printed', False)):
         x = detr.as_published(k, k, True, 0.1, 0.2, 4, vanilla, sigma=0.0)[0, 1, 2]
         close(x, slow_as_published(V, r, threshold, vanilla), 1e-9)
@@ -1323,10 +1324,13 @@ def test_detr_initial_weights():
     net_of = lambda name: detr.DETR(detr_config(
         self_attention='admm' if name == 'l2' else name, cross_attention=name, out_proj=True))
     full = net_of('softmax').state_dict()
-    bound = full['transformer.decoder.layers.0.multihead_attn.in_proj_weight'].abs().max()
-    assert 0.9 < bound / math.sqrt(6 / (16 + 48)) <= 1, bound  # Xavier's
-    bound = full['backbone.0.body.3.weight'].abs().max()
-    assert 0.9 < bound * math.sqrt(32 * 9) <= 1, bound  # PyTorch's
+    for key, want in (  # Xavier's for the transformer's matrices, else PyTorch's
+            ('transformer.decoder.layers.0.multihead_attn.in_proj_weight', (6 / (16 + 48)) ** 0.5),
+            ('transformer.encoder.layers.0.linear1.bias', 16 ** -0.5),
+            ('backbone.0.body.3.weight', (32 * 9) ** -0.5)):
+        assert 0.9 < full[key].abs().max() / want <= 1, key
+    another = detr.DETR(detr_config(seed=1)).query_embed.weight
+    assert (full['query_embed.weight'] != another).any()
     images, targets = detr_images(2), detr_targets(2, 1)
     linear = lambda q, k, padding, is_self, c: q @ k.mT
     with (patch.dict(detr.ATTENTION, mine=linear),
@@ -1380,7 +1384,7 @@ def test_detr_losses_by_hand():
 def test_detr_cheapest_pairs():
     """Our own assignment, and scipy's where it is installed, against every other one."""
     rng = np.random.default_rng(0)
-    for n, m in itertools.product(range(6), range(6)):
+    for n, m in [*itertools.product(range(6), range(6)), *20 * [(5, 6)]]:
         for cost in rng.normal(size=(n, m)), rng.integers(0, 3, (n, m)):
             small = cost if n <= m else cost.T
             least = min(small[range(len(small)), list(chosen)].sum()
@@ -1415,7 +1419,7 @@ def test_detr_ap_as_pycocotools():
     one = dict(image_id=1, category_id=1, bbox=[0, 0, 10, 10])
     crowd = dict(one, bbox=[0, 0, 20, 20], iscrowd=1)  # all of the detection is in it, yet:
     got = detr.coco_ap(dict(annotations=[one, crowd]), [dict(one, bbox=[0, 0, 10, 8], score=1.0)])
-    close(got['AP50'], 1, 1e-9)
+    close([got['AP50'], got['AP']], [1, 0.7], 1e-9)  # an IoU of 0.8 fits 0.8
 
 def colours(image):
     """A normalised image (3, H, W) -> colours 0 to 1."""
@@ -1426,6 +1430,7 @@ def test_detr_shapes():
     areas, drawn = dict(rectangle=1, disc=math.pi / 4, triangle=0.5, diamond=0.5), set()
     with patch.dict(detr.SHAPES, diamond=lambda x, y, tip: abs(x - 0.5) + abs(y - 0.5) <= 0.5):
         data = detr.Shapes(60, 64)
+        assert (data[7, np.random.default_rng(0)][0] != data[7, None][0]).any()
         for image, target in [data[row, None] for row in range(60)]:
             boxes = target['boxes']
             for pair in itertools.combinations(boxes.tolist(), 2):
@@ -1441,7 +1446,7 @@ def test_detr_shapes():
                 drawn.add(name)
         assert drawn == {*detr.SHAPES}, drawn
     for shift, answer in (0.33, True), (0.35, False):  # at 0.34 15 % are shared
-        assert detr.overlap([0, 0, 0.4, 0.4], [shift, 0, 0.4, 0.4]) == answer, shift
+        assert detr.overlap([0, 0, 0.4, 0.4], [shift, 0.2, 0.4, 0.8]) == answer, shift
 
 def test_detr_batches():
     """A function of seed and step, whatever the number of micro-batches; what is smaller is padded
@@ -1464,20 +1469,22 @@ def test_detr_batches():
 def test_detr_evaluation():
     """A model that answers with the truth has AP 1, though it finds no-object likelier; another
     image's objects have less."""
-    c = detr_config(eval_rows=8, batch_size=4)
+    c = detr_config(eval_rows=8, batch_size=3)
     data = detr.load_data(c)
     targets = [data.val[row, None][1] for row in range(8)]
     rest = iter(targets)
     def oracle(images, mask):
-        boxes = torch.full((4, 5, 4), 0.5)
-        logits = torch.tensor([0.0, 0.0, 0.0, 25.0]).repeat(4, 5, 1)
-        for i, target in zip(range(4), rest):
+        boxes = torch.full((len(images), 5, 4), 0.5)
+        logits = torch.tensor([0.0, 0.0, 0.0, 25.0]).repeat(len(images), 5, 1)
+        for i, target in zip(range(len(images)), rest):
             n = len(target['labels'])
             boxes[i, :n] = target['boxes']
             logits[i, range(n), target['labels']] = 20.0
         return dict(pred_logits=logits.to(DEVICE), pred_boxes=boxes.to(DEVICE), aux_outputs=[])
-    figures = detr.evaluate(oracle, data, c, DEVICE)
+    with patch.object(detr, 'set_loss', lambda outputs, targets, c: torch.tensor(len(targets))):
+        figures = detr.evaluate(oracle, data, c, DEVICE)
     assert figures['AP'] == figures['AP50'] == 1, figures
+    assert figures['val_loss'] == (3 * 3 + 3 * 3 + 2 * 2) / 8, figures  # every image counts alike
     assert detr.chance(targets)['AP'] < 0.2 and detr.chance(targets[:1])['AP'] == 1
 
 COCO = dict(  # ids in no order: the labels of 9 and 4 are 1 and 0
@@ -1487,7 +1494,8 @@ COCO = dict(  # ids in no order: the labels of 9 and 4 are 1 and 0
     annotations=[dict(id=1, image_id=8, category_id=9, bbox=[10, 5, 20, 10]),
                  dict(id=2, image_id=8, category_id=4, bbox=[-4, 20, 14, 20.5]),
                  dict(id=3, image_id=8, category_id=4, bbox=[0, 0, 40, 30], iscrowd=1),
-                 dict(id=6, image_id=8, category_id=4, bbox=[7, 7, 0, 3])])
+                 dict(id=6, image_id=8, category_id=4, bbox=[7, 7, 0, 3]),
+                 dict(id=7, image_id=8, category_id=4, bbox=[7, 7, 3, 0])])
 
 def drawn(w, h):
     """A photo (h, w, 3) whose colours tell places apart."""
@@ -1515,7 +1523,7 @@ def test_detr_annotations(tmp_path):
     or floats; a photo may show nothing; of a single split every tenth photo is for evaluation."""
     end = run(detr, *coco_folder(tmp_path), '--max-iters', 0, '--num-queries', 1)
     assert 'up to 2 objects in one, to be found by --num-queries 1' in end.out, end.out
-    said = 'of 4 boxes 1 are cut off at the edge of their photo, and 1 without area are left out'
+    said = 'of 5 boxes 1 are cut off at the edge of their photo, and 2 without area are left out'
     assert f'instances_val2017.json: {said}' in end.out, end.out
     c = detr_config(data=str(tmp_path), image_size=60)
     for id_as in r'\1', r'"\1"', r'\1.0':
@@ -1528,7 +1536,7 @@ def test_detr_annotations(tmp_path):
         assert image.shape == (3, 100, 50) and empty['orig_size'] == (60, 30), empty
         assert empty['boxes'].shape == (0, 4) and target['labels'].tolist() == [9, 4], target
         close(target['boxes'], [[0.5, 1 / 3, 0.5, 1 / 3], [0.125, 5 / 6, 0.25, 1 / 3]], 1e-6)
-        assert len(target['annotations']) == 4, target
+        assert len(target['annotations']) == 5, target
     shutil.rmtree(tmp_path / 'val2017')
     images = [dict(COCO['images'][0], id=i) for i in range(20)]
     annotations = [dict(COCO['annotations'][0], image_id=i) for i in (3, 10)]
@@ -1620,11 +1628,15 @@ def test_detr_detects(tmp_path):
     model = detr.DETR(detr_config(stride=8, cross_attention='no-weights')).to(DEVICE).eval()
     x = torch.zeros(1, 2, 5, 16, device=DEVICE)
     image = torch.ones(3, 32, 32)
-    scores = model(image[None].to(DEVICE))['pred_logits'][0].softmax(-1)[:, :-1].amax(-1)
-    x[0, 1, scores.argmax(), 7] = 0.1  # of a grid of 4 x 4: the second row's last
+    outputs = model(image[None].to(DEVICE))
+    surest = outputs['pred_logits'][0].softmax(-1)[:, :-1].amax(-1).argmax()
+    x[0, 1, surest, 7] = 0.1  # of a grid of 4 x 4: the second row's last
     with patch.object(detr.MultiheadAttention, 'coefficients', lambda *_: (x, x[..., :8])):
-        found, light = detr.find(model, image, dict(image_id=0, orig_size=(9, 9)), 0.0)
+        found, light = detr.find(model, image, dict(image_id=0, orig_size=(9, 18)), 0.0)
     assert len(found) == 5 and found == sorted(found, key=lambda one: -one['score']), found
+    left, top, w, h = found[0]['bbox']
+    box = outputs['pred_boxes'][0, surest].cpu() * torch.tensor([18, 9, 18, 9])
+    close([left + w / 2, top + h / 2, w, h], box, 1e-5)
     assert light.sum() == light[8:16, 24:].sum() == 64, light
 
 def test_detr_init_files(tmp_path):
@@ -1661,6 +1673,9 @@ def test_detr_paper_preset():
     has(c, max_iters=300 * epoch, batch_size=8, grad_accum_steps=4, grad_clip=0.1,
         bbox_loss_coef=5, giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6,
         dec_layers=6, ridge=0, positive=False, centre=False, power=5, random_tokens=32)
+    c = detr.Config(max_iters=9, warmup_iters=3)
+    rates = [detr.learning_rate(step, c) for step in (0, 2, 3, 6, 9)]
+    close(rates, np.array([0.25, 0.75, 1, 0.525, 0.05]) / 1000, 1e-9)
     model = detr.DETR(detr_config(lr_backbone_ratio=0.01))
     rest, backbone = detr.make_optimizer(model, model.config).param_groups
     assert (rest['ratio'], backbone['ratio'], rest['weight_decay']) == (1, 0.01, 1e-4)
@@ -1779,6 +1794,7 @@ def test_mask_teacher_files(tmp_path):
         refuse(mask, [field], *flags)
     config.write_text('{"n_head": 2}')
     close(mask.load_gpt2(file, 4)(idx), net(idx), 0)
+    refuse(mask, ['16 positions'], *flags, '--block-size', 17)
     if importlib.util.find_spec('safetensors'):
         importlib.import_module('safetensors.torch').save_file(plain, other)
         close(mask.load_gpt2(other)(idx), net(idx), 0)
@@ -1795,6 +1811,7 @@ def test_mask_what_a_student_trains():
     """It is a copy of the teacher, with masks. --learn says what trains, alphas have a rate of
     their own, and only a teacher's matrices decay."""
     teacher, idx = mask_golden_model()
+    teacher.requires_grad_()
     for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
         model = mask.substitute(teacher, mask_config(masks='window:24', learn=learn))
         close(model(idx), teacher(idx), 1e-12)  # a window of all 24 tokens
@@ -1884,7 +1901,7 @@ def test_mask_criteria_and_edge_cases():
     padded, repeated = y.clone(), x.clone()
     padded[0, 5:] = -1
     repeated[:, 4:12] = x[:, [4]]
-    for batches in ([(x, y), (y, x)], [(x, padded)], [(repeated, y)], [(x * 0, y * 0)]):
+    for batches in ([(x, y), (y, x)], [(x, y), (x, padded)], [(repeated, y)], [(x * 0, y * 0)]):
         got = mask.fidelity(model, batches)
         for key, value in mask_figures(model, *map(torch.cat, zip(*batches))).items():
             close(got[key], value, 2e-5 * (1 + abs(value)))
@@ -1916,6 +1933,7 @@ def test_mask_two_stages(tmp_path):
     again = run(mask, '--resume', '--folder', teacher, *CPU)
     file = teacher / 'best.pt'
     assert again.result['step'] == 30 and f'--init {file}' in again.out, again.out
+    assert load(file)['config']['learning_rate'] == 0.03
 
     short = done(mask, *flags, '--init', file, '--block-size', 9, '--max-iters', 0)['folder']
     assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
@@ -2086,11 +2104,14 @@ def test_prep_check_tokens_and_arrays(tmp_path):
         for name, data in {'train.bin': train, 'val.bin': ids, 'meta.json': meta}.items():
             (tmp_path / name).write_bytes(data)
         finds(tmp_path, *faults)
-    (tmp_path / 'meta.json').unlink()
+    (tmp_path / 'meta.json').rename(tmp_path / 'meta.pkl')
+    finds(tmp_path, 'character level')
+    (tmp_path / 'meta.pkl').unlink()
     x, y = np.zeros((4, 3, 2, 2), np.uint8), np.array([[0], [1], [2], [1]])
     np.savez(tmp_path / 'test.npz', images=x, labels=y)
     for images, labels, *faults in [
-            (x, y), (x, np.eye(4), 'labels are'), (x / 2, y, 'images are'), (x[:, :1], y, 'images'),
+            (x, y), (x, np.eye(4), 'labels are'), (x, y / 2, 'labels are'),
+            (x / 2, y, 'images are'), (x[:, :1], y, 'images'),
             (x, y - 1, 'label -1 of image 0', 'test.npz: label 2 of image 2'),
             (x, y // 2 * 2, 'class 1 (1) has no')]:
         np.savez(tmp_path / 'train.npz', images=images, labels=labels)
@@ -2637,7 +2658,7 @@ def fake(figure):
     def train(c, folder=None, data=None):
         value = figure(c)
         runs.append(c)
-        return torch.nn.Linear(2, 2), [dict(step=0, seconds=0.0, val_loss=9.0),
+        return torch.nn.Linear(2, 2), [dict(step=3, seconds=0.5, val_loss=9.0, loss=3.0),
                                        dict(step=6, seconds=1.0, val_loss=value, loss=value)]
     runs = []
     return patch.object(gpt, 'train', train), runs
@@ -2671,7 +2692,7 @@ def test_compare_at_best(tmp_path):
     again = 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune', 'learning_rate'
     found = run(compare, *again).out.splitlines()
     assert len(found) > 9 and set(found) <= set(tables), set(found) - set(tables)
-    close(done(compare, *again, '--metric', 'mean_loss')[1]['diff'], -0.02, 1e-6)
+    close(done(compare, *again, '--metric', 'mean_loss')[1]['diff'], -0.01, 1e-6)
 
 @wants('scipy')
 def test_compare_mistakes(tmp_path):
