@@ -912,17 +912,17 @@ def pick_device(c):
 def mixed_precision(device, dtype):
     """Autocast to dtype, and a scaler of the loss, which keeps float16's gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    half = dtype == torch.float16
-    return autocast, torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=half)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
+    return autocast, scaler
 
 def count(model):
-    """How many numbers are trained."""
+    """Number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
     """A log row's figures as text, without those of single layers (0.mh) and without nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
-                     if name not in ('step', 'seconds') and '.' not in name and x == x)
+                     if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
 def save(folder, name, state):
     """Write a checkpoint. A kill or a full disk leaves the older file as it was."""
@@ -955,9 +955,8 @@ def load_checkpoint(path, foreign=False):
     return saved
 
 def read_weights(path, **settings):
-    """{name: tensor} from a file of weights, ours or another program's, out of its containers and
-    without the prefixes that wrappers add. settings: what shapes do not show, such as n_head=4;
-    where the file has another value, it does not fit."""
+    """{name: tensor} from a checkpoint, ours or another program's, without the prefixes that
+    wrappers add. `settings`, such as n_head=4, do not show in shapes: the file must agree."""
     saved = load_checkpoint(path, foreign=True)
     if not isinstance(saved, dict):
         fail(f'{path} holds a {type(saved).__name__}, not tensors by name')
@@ -983,8 +982,8 @@ def write_log(folder, log):
         os.replace(Path(folder, 'log.part'), Path(folder, 'log.csv'))
 
 def draw(path, logs, panels):
-    """Figures over the steps, a line per log of {label: log}. A panel is (title, name of a figure)
-    or (title, name, name of a second one, dashed)."""
+    """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
+    or (title, figure, second figure, which is dashed)."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -1005,7 +1004,7 @@ def draw(path, logs, panels):
     picture.savefig(path)
 
 def new_folder(c, where=SCRIPT):
-    """Make the folder out/WHERE/VARIANT-sSEED, with a number behind it where there is one."""
+    """Make a new folder, out/WHERE/VARIANT-sSEED; if there is one, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
     for n in itertools.count(1):
@@ -1022,7 +1021,7 @@ def last_folder(folder, out_dir):
         return Path(folder)
     checkpoints = Path(out_dir, SCRIPT).glob('*/ckpt.pt')
     newest = max(checkpoints, key=os.path.getmtime, default=None)
-    return newest and newest.parent
+    return newest.parent if newest else None
 
 def load_run(c, name='best.pt'):
     """Settings and model of --folder, or of the last run, with its best weights."""
@@ -1038,7 +1037,7 @@ def load_run(c, name='best.pt'):
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):
-    """Train in a folder of its own or, with --resume, go on in the run's; say what came out."""
+    """Train in a new folder or, with --resume, in that of the run -> its last figures."""
     if c.folder and not c.resume:
         fail('--folder names a run to --resume; a new run finds a name of its own')
     data = load_data(c)
@@ -1058,7 +1057,7 @@ def train_and_report(c, where=SCRIPT):
     return dict(log[-1], log=log, folder=folder)
 
 def parse(argv=None):
-    """argv -> action, Config: the defaults or, with --resume, the run's settings; preset; flags."""
+    """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and not words[0].startswith('-') else 'train'
     if action not in ACTIONS:
@@ -1080,7 +1079,7 @@ def parse(argv=None):
     given = {**PRESETS[preset], **given}
     for name, value in given.items():
         lowest, highest = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
-        if type(value) in (int, float) and not lowest <= value <= highest:  # nan is not, either
+        if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
             fail(f'--{name.replace("_", "-")} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
     if not given.get('resume') or not folder:  # --resume before the first run: this is the first
@@ -1121,7 +1120,7 @@ def main(argv=None):
     finally:
         if WORLD > 1:
             dist.destroy_process_group()
-    fail(message)  # out here, where a notebook's memory of the error keeps no tensors alive
+    fail(message)  # not inside `except`: a notebook keeps the error, and with it all tensors
 # --- end of runs
 
 ACTIONS = {'train': train_student, 'teacher': train_teacher, 'sample': sample,
