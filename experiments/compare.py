@@ -48,7 +48,7 @@ def rows_of(field, names):
 
 PAPERS = rows_of('attention', 'softmax attentionx belief belief-star')
 DETR = dict(self_attention='softmax', cross_attention='softmax')
-# Optimizing Attention's problem (2) without our options. 15 iterations leave x far from its solution
+# Optimizing Attention's problem (2) without our options; 15 iterations leave x far from solved
 HALF = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15)
 SOLVED = dict(HALF, rho=0.01, iterations=60)
 OA = dict(HALF, random_tokens=32)  # and with the paper's random tokens, which it leaves uncounted
