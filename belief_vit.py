@@ -88,9 +88,9 @@ def orthogonal(mh, v, dims):
     """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
     wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 easily overflows float16
     x, y = mh.to(wide), v.to(wide)
+    mh_v = (x * y).sum(dims, keepdim=True)
     v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] alpha = 0 where V = 0
-    alpha = (x * y).sum(dims, keepdim=True) / v_v
-    return (x - alpha * y).to(mh.dtype)
+    return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
