@@ -964,9 +964,9 @@ def draw_layers(path, log, depth):
         rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
         layers[f'layer {i}'] = rows
     draw(path, layers, [
-        ('length of MH, dashed: of the update', 'mh', 'update'),
+        ('mean length: MH, dashed: update', 'mh', 'update'),
         ('the same after the output projection', 'mh_out', 'update_out'),
-        ('cosine of the latter with the input X', 'cos_mh', 'cos_update'),
+        ('their cosine with the input X', 'cos_mh', 'cos_update'),
         ('alpha = <MH,V> / <V,V>', 'alpha')])
 
 def draw_attention(path, model, images, c):
