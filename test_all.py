@@ -1328,6 +1328,8 @@ def test_detr_parameter_counts():
         c = detr.Config(**detr.DETR_R50, num_classes=91, self_attention=own, cross_attention=cross)
         with torch.device('meta'), patch.object(detr, 'init_weights'):
             assert detr.count(detr.DETR(c)) == size, (own, cross, detr.count(detr.DETR(c)))
+    size = detr.count(detr.DETR(detr.Config(num_classes=3)))  # the default
+    assert size == 308200, size
     grid = detr.DETR(detr_config(stride=4)).encode(torch.zeros(1, 3, 64, 32))[3]
     assert grid == (16, 8), grid
 
@@ -1545,8 +1547,9 @@ def test_detr_annotations(tmp_path):
         with QUIET:
             train = detr.load_data(c).train
         assert train.classes == [''] * 4 + ['cat'] + [''] * 4 + ['dot'], train.classes
-        (image, empty), (_, target) = train[0, None], train[1, None]
-        assert image.shape == (3, 100, 50) and empty['orig_size'] == (60, 30), empty
+        (tall, empty), (wide, target) = train[0, None], train[1, None]
+        assert tall.shape == (3, 100, 50) and wide.shape == (3, 60, 80), wide.shape
+        assert empty['orig_size'] == (60, 30), empty
         assert empty['boxes'].shape == (0, 4) and target['labels'].tolist() == [9, 4], target
         close(target['boxes'], [[0.5, 1 / 3, 0.5, 1 / 3], [0.125, 5 / 6, 0.25, 1 / 3]], 1e-6)
         assert len(target['annotations']) == 5, target
@@ -2791,19 +2794,19 @@ def soak_kills(script, path, flags, rng):
     """Kills at random moments, each followed by --resume."""
     steps = set()
     for seed in range(7):
-        flags = [*flags, '--seed', str(seed)]
-        whole = done(script, *flags)['folder']
-        part = '--resume', *flags, '--out-dir', path / f'part{seed}'
+        flags, clock = [*flags, '--seed', str(seed)], time.time()
+        whole, part = path / f'whole{seed}', path / f'part{seed}'
+        assert start(script, *flags, '--out-dir', whole).wait() == 0
+        seconds = time.time() - clock
         for _ in range(3):
-            process = start(script, *part)
+            process = start(script, '--resume', *flags, '--out-dir', part)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(rng.uniform(2, 6))
+                process.wait(rng.uniform(seconds / 2, seconds))  # the first half is imports
             process.kill()
             assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
-            steps |= {load(p)['progress'][0] for p in path.glob(f'part{seed}/*/*/ckpt.pt')}
-        assert start(script, *part).wait() == 0
-        got, want = checkpoint(script, path / f'part{seed}'), load(whole / 'ckpt.pt')
-        assert same(got['model'], want['model'])
+            steps |= {load(file)['progress'][0] for file in part.glob('*/*/ckpt.pt')}
+        assert start(script, '--resume', *flags, '--out-dir', part).wait() == 0
+        assert same(checkpoint(script, part)['model'], checkpoint(script, whole)['model'])
     return f'21 kills, {len(steps)} steps to resume from, weights equal bit for bit'
 
 def soak_full_disk(script, path, flags, rng):
