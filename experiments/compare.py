@@ -334,13 +334,14 @@ def tabulate(script, rows, metric, against=None):
         fail(f'--metric {metric}: choose from {", ".join(columns)}')
     cases = group_by_case(script, rows, against)
     first, *rest = cases.values()
+    width = max(26, *(len(case) + 1 for case in cases))
     tests = max(1, sum(len(runs) > 1 for runs in rest))
     others = [name for name in (*RESULTS[script.SCRIPT], 'seconds')
               if name in columns and name != metric]
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, paired by seed. +-: 95 % interval '
           f'for all\nrows together (Bonferroni, {tests} tested). p: each row on its own. '
           'The rest are means.\n'
-          f'{"":26}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
+          f'{"":{width}}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
           + ''.join(f' {name:>9}' for name in others))
     table = []
     for case, runs in cases.items():
@@ -360,7 +361,7 @@ def tabulate(script, rows, metric, against=None):
         text = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'.format(**line)
         for name in others:
             text += f' {line[name]:{max(9, len(name))}.4g}'
-        print(f'{case:26}' + text.replace('+nan', '   -').replace('nan', '  -'))
+        print(f'{case:{width}}' + text.replace('+nan', '   -').replace('nan', '  -'))
     return table
 
 def tables(script, rows, o):
