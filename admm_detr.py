@@ -1509,7 +1509,7 @@ def parse(argv=None):
     for name, value in given.items():
         lowest, highest = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
         if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
-            fail(f'--{name.replace("_", "-")} {value}: must be from {lowest} to {highest}')
+            fail(f'{name} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
     if not given.get('resume') or not folder:  # --resume before the first run: this is the first
         if action == 'train' and preset == 'tiny' and torch.cuda.is_available():

@@ -1103,7 +1103,7 @@ def test_vit_mistakes(tmp_path):
     """What a setting must be is said with its name and value."""
     flags = tiny(vit, tmp_path)
     for name, value in dict(depth=0, dropout=1.5, warmup_iters=-1, model='vit').items():
-        refuse(vit, [name.replace('_', '-'), str(value)], *flags, '--' + name, value)
+        refuse(vit, [name, str(value)], *flags, '--' + name, value)
     refuse(vit, ['--patch-size 3'], *flags, '--patch-size', 3)
     refuse(vit, ['--images'], 'predict', *flags)
     refuse(vit, ['no such folder', 'prepare_data.py'], *flags, '--data', 'nowhere')
@@ -2613,13 +2613,13 @@ def test_mistakes(tmp_path):
         refuse(script, ['dtype', 'float32'], '--dtype', 'float8')
         for field in dataclasses.fields(script.Config):
             if field.type in (int, float) and field.name not in script.CHOICES:
-                flag = '--' + field.name.replace('_', '-')
+                flag = '--' + field.name
                 lowest = script.LOWEST.get(field.name, 0)
-                refuse(script, [flag, f'from {lowest} to'], flag, lowest - 1)
+                refuse(script, [field.name, f'from {lowest} to'], flag, lowest - 1)
         for name, highest in script.HIGHEST.items():
-            flag = '--' + name.replace('_', '-')
-            refuse(script, [flag, f'to {highest}'], flag, highest + 1)
-            refuse(script, [flag], flag, 'nan')
+            flag = '--' + name
+            refuse(script, [name, f'to {highest}'], flag, highest + 1)
+            refuse(script, [name], flag, 'nan')
         if not torch.cuda.is_available():
             refuse(script, ['--device cuda'], *flags, '--device', 'cuda')
         with patch.object(script, 'WORLD', 2):
