@@ -330,7 +330,7 @@ def test_gamma():
             assert script.default_gamma(c) == gamma, (script.SCRIPT, name, script.default_gamma(c))
         for name, gamma in (('attentionx', 0.99), ('attentionx-learned', 'nan'),
                             ('attentionx-v1', 1.01), ('attentionx-v1', 0)):
-            refuse(script, ['--gamma'], *SHORT, '--attention', name, '--gamma', gamma)
+            refuse(script, ['gamma'], *SHORT, '--attention', name, '--gamma', gamma)
     x, y, _ = qkv(1, 5, 16)
     for make, size, layer in ((gpt_model, 'n_embd', 'transformer.h.0.attn'),
                               (vit_model, 'embed_dim', 'blocks.0.attn')):
