@@ -1169,7 +1169,7 @@ def test_detr_lasso_ends_at_the_minimum():
         close(x, detr.lasso(q, k, is_self, 0.1, 0.2, 1500, vanilla=True, **options), 1e-9)
         penalty, _, e = detr.scales(q, k, is_self, 0.1, **options)
         for head, i in itertools.product(range(2), range(2)):
-            Q, K, most, ridge = [t.numpy(force=True) for t in (
+            Q, K, most, ridge = [np.array(t.tolist()) for t in (
                 q[0, head, i], k[0, head], penalty[0, head, i, 0], e[0, head, 0, 0])]
             want = slow_lasso(Q, K, most, ridge, options['positive'], i if is_self else None)
             close(x[0, head, i], want, 1e-6)
@@ -1291,7 +1291,7 @@ def slow_as_published(V, rho, threshold, vanilla, corrected=False):
 def test_detr_published_equations():
     """(3) and (4) against numpy; (3) corrected is ADMM for the Lasso with 2 lambda."""
     k, = tokens(9, d=5)
-    V = k[0, 1].numpy(force=True)
+    V = np.array(k[0, 1].tolist())
     penalty, rho, _ = detr.scales(k, k, True, 0.1, 0.2)
     r, threshold = rho[0, 1].item(), (penalty / rho)[0, 1, 2].item()
     c = detr_config(sparsity=0.1, rho=0.2, iterations=4, power=0)
