@@ -72,8 +72,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'admm_detr'
-RANK = int(os.environ.get('RANK', 0))         # index of this process,
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # and their number, as torchrun sets them
+RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
+WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -289,7 +289,7 @@ class Config:
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 2000          # optimiser steps
     batch_size: int = 32           # images in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches in an optimiser step
+    grad_accum_steps: int = 1      # batches per optimiser step
     learning_rate: float = 1e-3    # at its peak
     lr_backbone_ratio: float = 1.0  # the backbone's rate / learning_rate
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
@@ -300,7 +300,7 @@ class Config:
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0 for all there are
-    dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
+    dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
     # machine: from here on, settings may change when a run is resumed
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
@@ -601,7 +601,8 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def stream(name, *numbers):
-    """A generator for each purpose. (The last 1: to NumPy, seeds [7] and [7, 0] are equal.)"""
+    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
+    hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 SHAPES = {  # which points (x, y) of its box, both 0 to 1, a shape covers; it must touch all sides
@@ -1032,7 +1033,7 @@ def average_precision(right, wanted):
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. What c leaves open comes from data; a saved c, with none, is complete."""
+    """A model on the CPU. data completes c; it is None where c is that of a saved model."""
     if data:
         c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
     model = DETR(c)
@@ -1137,7 +1138,7 @@ def learning_rate(step, c, ratio=1.0):
     return c.learning_rate * ratio * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on the micro-batches together -> their mean loss, norm of gradients."""
+    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -1145,18 +1146,18 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sums over the processes
+    if WORLD > 1:  # sum over the processes
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16: not where gradients overflowed
+    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
     scaler.update()
     return total.item(), norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). folder: where checkpoints
-    and log.csv go, None for nowhere. data: what load_data returns, or your own train and val."""
+    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    go to `folder`, if any. Data of your own need data sets, data.train and data.val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -1168,9 +1169,9 @@ def train(c, folder=None, data=None):
     if c.resume:
         saved = load_checkpoint(Path(folder, 'ckpt.pt'))
         model.load_state_dict(saved['model'])
-        moments = saved['optimizer']  # rates and decay are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
-        scaler.load_state_dict(saved['scaler'] or scaler.state_dict())  # {}: not in float16
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+        if saved['scaler']:  # it was trained in float16
+            scaler.load_state_dict(saved['scaler'])
         start, seconds, log, losses = saved['progress']
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "your own")}\n'
@@ -1178,7 +1179,7 @@ def train(c, folder=None, data=None):
 
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
-            # save first: a run that is resumed from here evaluates again
+            # save first; a run that is resumed from here evaluates again
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
                          scaler=scaler.state_dict(), config=asdict(model.config),
                          progress=(step, seconds, log, losses))
@@ -1189,26 +1190,26 @@ def train(c, folder=None, data=None):
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
             log, losses = [*log, row], []
-            if not row['AP'] < max(past['AP'] for past in log):  # nan is not, either
+            if not row['AP'] < max(past['AP'] for past in log):  # also where it is nan
                 save(folder, 'best.pt', state)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
             break
 
-        # one step; batch and dropout follow from seed and step, so a resumed run repeats them
+        # one step; seed and step decide batch and dropout, so a resumed run repeats them
         clock = time.time()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # of dropout
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c, group['ratio'])
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
         loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16 an overflow skips its step and halves the scale, until that is 1
+        # in float16, a step that overflows is skipped and halves the scale, down to 1
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or look at an edited formula')
-        losses.append(loss)  # p.grad still holds this step's gradients, clipped
+        losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
         if done % c.log_interval == 0:

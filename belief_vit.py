@@ -862,7 +862,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to the folder, if any. data is what load_data returns, or an object of your own like it."""
+    go to `folder`, if any. Data of your own need what load_data returns."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own

@@ -59,8 +59,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'mask_distill'
-RANK = int(os.environ.get('RANK', 0))         # index of this process,
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # and their number, as torchrun sets them
+RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
+WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
     """Stop with one line on what the user can do about it."""
@@ -227,17 +227,17 @@ class Config:
     n_head: int = 0                # 0: one for every 64 channels, at least 4
     n_embd: int = 128
     positions: int = 0             # 0: as many as block_size
-    vocab_size: int = 0            # 0: as many as the data's tokenizer has
+    vocab_size: int = 0            # 0: that of the data's tokenizer
     block_size: int = 128          # tokens in a sequence
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = 'bytes'       # of text files: bytes or gpt2; prepared data record theirs
+    tokenizer: str = 'bytes'       # bytes or gpt2, for text; prepared data come with theirs
     samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
     # training
     seed: int = 1337               # of weights and batches
     max_iters: int = 150           # optimiser steps
     batch_size: int = 16           # sequences in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches in an optimiser step
+    grad_accum_steps: int = 1      # batches per optimiser step
     learning_rate: float = 5e-4    # at its peak; of a student's c_attn and c_proj
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
     warmup_iters: int = 20
@@ -245,7 +245,7 @@ class Config:
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 50        # steps between evaluations, and between checkpoints
     eval_rows: int = 64            # validation sequences, the same ones every time; 0: all
-    dtype: str = 'auto'            # of matmuls: float32, bfloat16, float16
+    dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
     # machine: from here on, settings may change when a run is resumed
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
@@ -429,11 +429,10 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-VOCABULARY = dict(bytes=256, gpt2=50257)  # tokenizer -> number of its tokens
+VOCAB_SIZE = dict(bytes=256, gpt2=50257)  # tokenizer -> number of its tokens
 
 def get_tokenizer(name):
-    """Functions text -> ids, ids -> text: of the 256 `bytes`, or of `gpt2`, which tiktoken fetches
-    once."""
+    """Functions encode, text -> ids, and decode, ids -> text. tiktoken downloads gpt2's once."""
     if name == 'bytes':
         return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors='replace')
     import tiktoken
@@ -441,11 +440,11 @@ def get_tokenizer(name):
     return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}), gpt2.decode
 
 def read_text(c):
-    """Training and validation text: the latter is every tenth file, or the last tenth of one."""
+    """Training and validation text; the latter is every tenth file, or the last tenth of one."""
     if c.data == 'builtin':
         files = sorted(Path(os.__file__).parent.glob('*.py'))
         texts = [path.read_text('utf-8', errors='replace') for path in files]
-        train = [text for i, text in enumerate(texts) if i % 10 < 9]
+        train = [text for i, text in enumerate(texts) if i % 10 != 9]
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
@@ -458,23 +457,23 @@ def read_text(c):
     return text[:cut], text[cut:]
 
 def read_tokens(path, tokenizer):
-    """A file of uint16 token ids, as nanoGPT writes them. The first millions show other formats."""
+    """A file of uint16 token ids, as nanoGPT writes them. Its first 8 million are checked."""
     size = path.stat().st_size if path.exists() else 0
     if not size:
         fail(f'{path} is missing or empty: did `python prepare_data.py` finish?')
     if size % 2:
         fail(f'{path} has an odd number of bytes, {size}: it must hold ids of 16 bits (uint16)')
     tokens = np.memmap(path, np.uint16, 'r')
-    some = tokens[:2 ** 23]
-    if some.max() >= VOCABULARY[tokenizer]:
-        fail(f'{path} has the id {some.max()}, and {tokenizer} has {VOCABULARY[tokenizer]} tokens: '
-             'it must hold ids of 16 bits (uint16) without a header')
-    if len(some) > 1 and not some[1::2].any():
+    first = tokens[:2 ** 23]
+    if first.max() >= VOCAB_SIZE[tokenizer]:
+        fail(f'{path} has the id {first.max()}; {tokenizer} has {VOCAB_SIZE[tokenizer]} tokens. '
+             'The file must hold ids of 16 bits (uint16) without a header')
+    if len(first) > 1 and not first[1::2].any():
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
 
 def read_meta(folder):
-    """meta.json, which prepare_data.py writes; without it, tokens are GPT-2's, as nanoGPT's are."""
+    """meta.json, which prepare_data.py writes. Without it, tokens are GPT-2's, as in nanoGPT."""
     path = folder / 'meta.json'
     if not path.exists() and (folder / 'meta.pkl').exists():
         fail(f'{folder}/meta.pkl names characters of its own, and a pickle could run code: make '
@@ -483,7 +482,7 @@ def read_meta(folder):
         meta = json.loads(path.read_text('utf-8')) if path.exists() else dict(tokenizer='gpt2')
     except ValueError:
         fail(f'{path} is not JSON')
-    if meta.get('tokenizer') not in VOCABULARY:
+    if meta.get('tokenizer') not in VOCAB_SIZE:
         fail(f'{path} names the tokenizer {meta.get("tokenizer")}: it must be bytes or gpt2')
     return meta
 
@@ -499,7 +498,7 @@ def load_data(c):
         train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a sequence of --block-size {c.block_size}')
-    vocab_size = VOCABULARY[tokenizer]
+    vocab_size = VOCAB_SIZE[tokenizer]
     if c.vocab_size not in (0, vocab_size):
         fail(f'--vocab-size {c.vocab_size}: the vocabulary of {tokenizer} has {vocab_size} tokens')
     return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size)
@@ -584,8 +583,7 @@ def sequences(tokens, starts, c, device):
     return x[:, :-1], x[:, 1:]
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of micro-batch `micro`. They depend on seed and step alone: every
-    variant sees the same, and a resumed run sees what an unbroken one would."""
+    """This process's rows of a micro-batch, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
     starts = stream('batch', c.seed, step).integers(c.samples or n, size=size)
@@ -687,7 +685,7 @@ def fidelity(model, batches):
     return figures
 
 def learning_rate(step, c, peak):
-    """The rate of a step, counted from 0: it rises linearly, then falls."""
+    """The learning rate of a step, counted from 0."""
     if step < c.warmup_iters:
         factor = (step + 1) / (c.warmup_iters + 1)  # as in nanoGPT
     else:
@@ -697,7 +695,7 @@ def learning_rate(step, c, peak):
     return peak * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on the micro-batches together -> their mean loss, norm of gradients."""
+    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -705,19 +703,18 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sums over the processes
+    if WORLD > 1:  # sum over the processes
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16: not where gradients overflowed
+    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
     scaler.update()
     return total.item(), norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). folder: where checkpoints
-    and log.csv go, None for nowhere. data: what load_data returns, or your own: arrays of ids,
-    data.train and data.val."""
+    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    go to `folder`, if any. Data of your own need two arrays of ids, data.train and data.val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -729,9 +726,9 @@ def train(c, folder=None, data=None):
     if c.resume:
         saved = load_checkpoint(Path(folder, 'ckpt.pt'))
         model.load_state_dict(saved['model'])
-        moments = saved['optimizer']  # rates and decay are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': moments})
-        scaler.load_state_dict(saved['scaler'] or scaler.state_dict())  # {}: not in float16
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+        if saved['scaler']:  # it was trained in float16
+            scaler.load_state_dict(saved['scaler'])
         start, seconds, log, losses = saved['progress']
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out\n'
@@ -739,7 +736,7 @@ def train(c, folder=None, data=None):
 
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
-            # save first: a run that is resumed from here evaluates again
+            # save first; a run that is resumed from here evaluates again
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
                          scaler=scaler.state_dict(), config=asdict(model.config),
                          progress=(step, seconds, log, losses))
@@ -752,25 +749,25 @@ def train(c, folder=None, data=None):
             if step == c.max_iters and model.teacher:
                 row.update(fidelity(model, validation(data, c, device)))
             log, losses = [*log, row], []
-            if not row['val_loss'] > min(past['val_loss'] for past in log):  # nan is not, either
+            if not row['val_loss'] > min(past['val_loss'] for past in log):  # also where it is nan
                 save(folder, 'best.pt', state)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
             break
 
-        # one step; its batches follow from seed and step, so a resumed run repeats them
+        # one step; seed and step decide its batches, so a resumed run repeats them
         clock = time.time()
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c, group['peak'])
         batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
         loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16 an overflow skips its step and halves the scale, until that is 1
+        # in float16, a step that overflows is skipped and halves the scale, down to 1
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or look at an edited formula')
-        losses.append(loss)  # p.grad still holds this step's gradients, clipped
+        losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
         if done % c.log_interval == 0:

@@ -18,10 +18,8 @@ import inspect
 import io
 import itertools
 import json
-import linecache
 import lzma
 import math
-import multiprocessing
 import os
 import pathlib
 import re
