@@ -110,6 +110,7 @@ def ridge_matrix(k, rho):
     """P = (K^T K + rho I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + rho ||x||^2.
 
     It equals K^T (K K^T + rho I)^-1, so no N x N matrix is ever made.  [OA Eq. 4]
+    [deviation] OA adds random jitter r to K^T K; a Cholesky factor with rho I needs none.
     """
     eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
     factor, _ = torch.linalg.cholesky_ex(k.mT @ k + rho * eye)  # K^T K + rho I >= rho I: it exists

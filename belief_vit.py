@@ -40,7 +40,7 @@ scripts share the rest.
 The papers' models are vit-small, from vision-transformers-cifar10, and deit-small-local, from
 efficient-vit-training; deit-small is timm's. [deviation] We leave out efficient-vit-training's EMA,
 repeated augmentation, random erasing, RandAugment of photos and unused parameters, and we do train
-its position embeddings, which stay untrained there.
+its position embeddings, which stay untrained there. Our rate changes each step, theirs each epoch.
 """
 import argparse
 import csv

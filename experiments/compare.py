@@ -76,8 +76,8 @@ TABLES = {
                   'no-weights': dict(DETR, cross_attention='no-weights'),
                   'lasso': dict(DETR, cross_attention='admm'),
                   'l2': dict(DETR, cross_attention='l2')},
-        # the paper taken at its word: (2) in part and nearly solved; over the values that are
-        # mixed; (4) with its misprints; (1); and in self-attention (SA)
+        # the paper taken at its word: (2) half solved; over the values that are mixed; (4) with
+        # its misprints; (1); and in self-attention (SA)
         'more': {'softmax': DETR,
                  'Lasso, half solved': dict(DETR, **HALF, cross_attention='admm'),
                  'as printed': dict(DETR, **HALF, cross_attention='admm-printed',
