@@ -5,7 +5,7 @@
 """DETR whose decoder attends by solving a Lasso: sparse reconstruction instead of softmax.
 
 Attention mixes values with coefficients softmax(QK^T). Here they are the x that rebuilds a query
-from few tokens, min ||q - x^T K||^2 + lambda ||x||_1, and need no weight matrices. The equations
+from a few tokens, min ||q - x^T K||^2 + lambda ||x||_1, and need no weight matrices. The equations
 printed in the paper do not solve this problem. Textbook ADMM does: it converges, is differentiable
 and costs O(N) for N tokens, with one d x d Cholesky factor per head.
 
@@ -32,14 +32,14 @@ and costs O(N) for N tokens, with one d x d Cholesky factor per head.
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
     python experiments/compare.py admm_detr --table 1  # the paper's tables: 1 and 2
 
-The first ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one seed). Over
-12 seeds its mean AP is 0.619, and softmax's is 0.696. [choice] By default the problem is easier
+The first run ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one seed).
+Over 12 seeds its mean AP is 0.619, softmax's 0.696. [choice] By default the problem is easier
 than (2): it has a ridge term, x >= 0 and centred tokens, and x^3 replaces x^5. Four iterations
-solve it. After 15 of (2) itself, x is still 40 % from the optimum (see the settings named `OA`).
+solve it. After 15 on (2) itself, x is still 40 % off the optimum (see the settings named `OA`).
 
-[choice] x rebuilds a query from DETR's keys, tokens with positions, and mixes DETR's values, tokens
-without. Solved over the values (--solve-over value), x nearly gives back the query. There is no
-output projection (--out-proj adds one) and no dropout of x. Heads without weights are slices of
+[choice] x rebuilds a query from DETR's keys, which hold positions, and mixes DETR's values, which
+do not. Solved over the values (--solve-over value), x nearly gives back the query. There is no
+output projection (--out-proj adds one) and no dropout on x. Heads without weights are slices of
 the channels. The model and its state-dict keys are facebookresearch/detr's. [choice] marks where
 OA is silent, [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all
 four scripts share the rest.
@@ -76,7 +76,7 @@ RANK = int(os.environ.get('RANK', 0))         # index of this process, set by to
 WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
-    """Stop with one line on what the user can do about it."""
+    """Exit with one line that tells the user what to do."""
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
@@ -103,7 +103,7 @@ def scales(q, k, is_self=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=Fals
     return lam, (rho * mean_eigenvalue).clamp_min(1e-8), ridge * mean_eigenvalue
 
 def soft(v, t):
-    """tau_t, the proximal operator of t |.|: it moves v towards zero by t, and no further."""
+    """tau_t, the proximal operator of t |.|: it moves v towards zero by t, but never past it."""
     return F.relu(v - t) - F.relu(-v - t)
 
 def ridge_matrix(k, rho):
@@ -126,7 +126,7 @@ def lasso(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6,
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
     -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0; with is_self, so does the
-    query itself. [deviation] OA zeroes that entry of x, we that of z, because then (3b) obeys the
+    query itself. [deviation] OA zeroes that entry of x; we zero it in z, so that (3b) obeys the
     constraint x_ii = 0 and ADMM still converges. [choice] OA does not over-relax. `vanilla` takes
     the N x N inverse, which gives the same x up to rounding.  [OA Eq. 3]
     """
@@ -137,7 +137,7 @@ def lasso(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6,
         regress = lambda w: (products + rho * w) @ inverse
     else:
         P = ridge_matrix(k, rho)
-        regress = lambda w: w + (q - w @ k) @ P  # the same: w, and ridge for what it leaves of q
+        regress = lambda w: w + (q - w @ k) @ P  # the same: w, plus ridge for what w leaves of q
     z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
     for _ in range(iterations):
         x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
@@ -173,9 +173,9 @@ def as_published(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, van
     else:
         # [choice] sigma: OA calls the jitter on K^T K small
         jitter = sigma * seeded(torch.rand, 1, k.size(-1))
-        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))  # (B, nh, hs), rising
+        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))  # (B, nh, hs), ascending
         D = D.unsqueeze(-2)  # (B, nh, 1, hs)
-        # rounding makes some negative where there are fewer tokens than channels
+        # with fewer tokens than channels, rounding makes some negative
         D = torch.maximum(D, torch.finfo(D.dtype).eps * D[..., -1:])
         Y = k @ X / D.sqrt()  # (B, nh, N, hs)
     x = z = mu = torch.zeros_like(products)
@@ -238,7 +238,7 @@ def admm_as_published(q, k, padding, is_self, c, vanilla=False):
     return sharpen(x, c.power)[..., :k.size(2)]
 
 ATTENTION = {  # (q, k, padding (B, N), is_self, config) -> coefficients x (B, nh, Q, N)
-    'softmax': softmax,     # MultiheadAttention computes this one and the next by a fused kernel
+    'softmax': softmax,     # MultiheadAttention computes this one and the next with a fused kernel
     'no-weights': softmax,  # no W_q, W_k, W_v, as in all that follow  [OA Sec. 4.1]
     'l2': l2,
     'admm': admm,
@@ -260,9 +260,9 @@ class Config:
     iterations: int = 4            # of ADMM; without a ridge it needs many more, and --rho 0.1
     sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
     rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
-    power: int = 3                 # x to this power, normalised; 0: x as it is; OA has 5
+    power: int = 3                 # x to this power, normalised; 0: x as it is; OA uses 5
     random_tokens: int = 0         # [OA Sec. 3]; for admm-printed, 0 means 32
-    # [choice] not OA's: they make an easier problem (see experiments/results.md)
+    # [choice] not in OA: they make the problem easier (see experiments/results.md)
     ridge: float = 3.0             # + e ||x||^2, an elastic net: steadier where tokens are alike
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
     centre: bool = True            # tokens less their mean, which is most of K^T K and says little
@@ -307,7 +307,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; without one, start it
+    resume: bool = False           # continue --folder or the last run; if there is none, start one
     out_dir: str = 'out'           # where runs are written
     # actions
     folder: str = ''               # detect, --resume: a run's folder; default: the last run's
@@ -320,7 +320,7 @@ class Config:
         if self.self_attention == 'l2':
             fail('--self-attention l2 would give back the query: choose another')
         if 'printed' in self.variant and self.iterations > 20:
-            fail('--iterations: the printed formulas double their state in each; 20 at most')
+            fail('--iterations: the printed formulas double their state in each: use at most 20')
 
     @property
     def variant(self):
@@ -338,12 +338,12 @@ OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=
 PRESETS = {
     'tiny': {},
     't4': dict(max_iters=6000, eval_interval=500, threads=0),
-    # 1 GiB of memory an image
+    # 1 GiB of memory per image
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
     # last 100 at a tenth of the rate. An image takes 3 to 5 GiB of memory
-    # (a T4's memory: --batch-size 2 --grad-accum-steps 16)
+    # (on a T4: --batch-size 2 --grad-accum-steps 16)
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pth', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
@@ -352,7 +352,7 @@ PRESETS = {
 LOWEST = {**dict.fromkeys(('iterations', 'hidden_dim', 'nheads', 'enc_layers', 'dec_layers',
                            'dim_feedforward', 'num_queries', 'image_size', 'batch_size',
                            'grad_accum_steps', 'eval_interval', 'log_interval'), 1),
-          'sparsity': 1e-6, 'rho': 1e-5}  # less is lost in float32's rounding
+          'sparsity': 1e-6, 'rho': 1e-5}  # anything smaller is lost to float32 rounding
 HIGHEST = dict(sparsity=1, dropout=0.99, lr_backbone_ratio=1, min_lr_ratio=1, threshold=1)
 CHOICES = {
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
@@ -392,7 +392,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
 
 class ResNet50(nn.Sequential):
-    """With torchvision's keys; 32 pixels per token. As in DETR, its first layers never learn."""
+    """It has torchvision's keys; 32 pixels per token. As in DETR, its first layers are frozen."""
     def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
@@ -469,9 +469,9 @@ class MultiheadAttention(nn.Module):
             return x, x @ v
 
     def forward(self, q, k, v, padding=None):
-        """q (B, Q, C), k and v (B, N, C), padding (B, N) True where no token is -> (B, Q, C)."""
+        """q (B, Q, C), k and v (B, N, C), padding (B, N) True where padded -> (B, Q, C)."""
         q, k, v = self.heads(q, k, v)
-        if ATTENTION[self.kind] is softmax:  # x^T V by a fused kernel
+        if ATTENTION[self.kind] is softmax:  # x^T V with a fused kernel
             mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
             dropout = self.config.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
@@ -576,8 +576,8 @@ class DETR(nn.Module):
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Initialise parameters as DETR does, each from its own generator: what two variants share
-    starts out equal. Norms, and any parameter you add, keep the values they were made with."""
+    """Initialise parameters as DETR does, each from its own generator: those that variants
+    share start equal. Norms, and any parameter you add, keep the values they were made with."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
         module = model.get_submodule(name.rpartition('.')[0])
@@ -614,7 +614,7 @@ SHAPES = {  # which points (x, y) of its box, both 0 to 1, a shape covers; it mu
 }
 
 def overlap(a, b):
-    """Whether two boxes may share 15 % of the smaller one, or more."""
+    """Whether two boxes may overlap by 15 % of the smaller one or more."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
     width = max(0, (aw + bw) / 2 - abs(ax - bx))
     height = max(0, (ah + bh) / 2 - abs(ay - by))
@@ -666,7 +666,7 @@ class Shapes:
 
 def read_photo(path, size=None):
     """A photo as Pillow's RGB image. It is turned upright as its EXIF says, unless it already has
-    the `size` (width, height) of its annotations: COCO's ignore EXIF."""
+    the `size` (width, height) in its annotations: those of COCO ignore EXIF."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -676,14 +676,14 @@ def read_photo(path, size=None):
             if photo.size != size:
                 photo = ImageOps.exif_transpose(photo)
             if photo.mode == 'F':
-                raise ValueError('its pixels are floats of no known range')
+                raise ValueError('its pixels are floats of unknown range')
             if photo.mode.startswith('I'):  # 16-bit greys, which convert would cut off at 255
                 photo = Image.fromarray((np.asarray(photo) // 256).astype(np.uint8))
             photo = photo.convert('RGB')
     except Exception as error:  # Pillow raises half a dozen kinds
         raise OSError(f'cannot read {path} as a photo: {error}')
     if size and photo.size != size:
-        raise OSError(f'{path} has width and height {photo.size}, in its annotations {size}')
+        raise OSError(f'{path} has width and height {photo.size}, but its annotations say {size}')
     return photo
 
 def to_tensor(photo, image_size, share=1.0):
@@ -706,8 +706,8 @@ def are_numbers(*values):
     return all(type(v) in (int, float) for v in values)
 
 class CocoFolder:
-    """Photos and their annotations; row i is the i-th image by id. Each image has `annotations` as
-    COCO's AP wants them, and `labels` and `boxes` as a target has them, of what is to be learned:
+    """Photos and their annotations; row i is the i-th image by id. Each image has `annotations` in
+    the form that COCO's AP needs, and a target's `labels` and `boxes` of what is to be learned:
     no crowds, and nothing without area."""
     def __init__(self, folder, name, image_size):
         self.path = folder / 'annotations' / f'instances_{name}.json'
@@ -717,7 +717,7 @@ class CocoFolder:
             names = {as_number(x['id']): x['name'] for x in content['categories']}
             for i in names:
                 if type(i) is not int or not 0 <= i < 10 ** 5:
-                    fail(f'{self.path}: the category id {i!r} is no whole number from 0 to 99999')
+                    fail(f'{self.path}: category id {i!r} is not a whole number from 0 to 99999')
             # labels are category ids, as in DETR, so some labels belong to no class
             self.classes = [names.get(i, '') for i in range(max(names) + 1)]
             images = {as_number(image['id']): image for image in content['images']}
@@ -731,7 +731,7 @@ class CocoFolder:
                 image.update(id=i, annotations=[], labels=[], boxes=[])
             self.add_annotations(content['annotations'], images, names)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            fail(f"{self.path} is no file of annotations in COCO's form: {error!r:.200}")
+            fail(f"{self.path} is not an annotation file in COCO's form: {error!r:.200}")
 
     def add_annotations(self, annotations, images, names):
         """Hand each annotation to its image; refuse those that cannot be used."""
@@ -780,7 +780,7 @@ class CocoFolder:
         size = info['width'], info['height']
         flip, share = False, 1.0
         if rng:
-            # [deviation] DETR first crops every other photo: left out, to stay short
+            # [deviation] DETR first crops half of the photos, at random: left out for brevity
             flip = rng.random() < 0.5
             share = rng.integers(15, 26) / 25  # 480, 512, ..., 800 of 800
         photo = read_photo(self.photos / info['file_name'], size)
@@ -795,7 +795,7 @@ class CocoFolder:
 
 def load_data(c):
     """-> train and val: Shapes, or CocoFolders of a folder with photos in train2017/ and val2017/
-    and annotations/instances_train2017.json, ... Of a single split every tenth photo is val."""
+    and annotations/instances_train2017.json, ... With a single split, every tenth photo is val."""
     if c.data == 'builtin':
         return SimpleNamespace(
             train=Shapes(10 ** 6, c.image_size), val=Shapes(200, c.image_size),
@@ -846,7 +846,7 @@ def assign(cost):
                 before[cheaper] = j
                 changed = changed or cheaper.any()
         j = np.where(owner < 0, price, np.inf).argmin()
-        while before[j] >= 0:  # everyone in the chain moves
+        while before[j] >= 0:  # every row in the chain moves
             owner[j] = owner[before[j]]
             j = before[j]
         owner[j] = row
@@ -951,7 +951,7 @@ PRECISIONS = ('AP', 'AP50', 'AP75', 'APs', 'APm', 'APl')  # of the twelve number
 AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]  # of all, small, ...
 
 def coco_ap(ground_truth, detections):
-    """COCO's twelve numbers, nan where nothing is to be found; both arguments in its json form.
+    """COCO's twelve numbers, nan where there is nothing to find; arguments are in COCO's json form.
 
     ground_truth: {annotations: [{image_id, category_id, bbox, area, iscrowd}]}; detections:
     [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. pycocotools
@@ -1009,7 +1009,7 @@ def iou(found, true):
 
 def right_or_wrong(found, truth, counts, threshold, low, high):
     """Detections of one category, the surest first -> of those that count, their ranks and whether
-    each is right: whether it has an annotation to itself. counts: which annotations do."""
+    each is right: whether it has an annotation to itself. counts: which annotations count."""
     taken, verdicts = set(), []
     for rank, area, ious in found:
         fits = [i for i, share in ious.items() if share >= threshold and i not in taken]
@@ -1017,7 +1017,7 @@ def right_or_wrong(found, truth, counts, threshold, low, high):
         if fits:  # annotations that count come first, then the highest IoU, then the last one
             best = max(fits, key=lambda i: (counts[i], ious[i], i))
             it_counts = counts[best]
-            if not truth[best]['iscrowd']:  # a crowd is there for many
+            if not truth[best]['iscrowd']:  # many boxes may match a crowd
                 taken.add(best)
         if it_counts:
             verdicts.append((rank, bool(fits)))
@@ -1034,7 +1034,7 @@ def average_precision(right, wanted):
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. data completes c; it is None where c is that of a saved model."""
+    """A model on the CPU. data completes c, and is None if c comes from a saved model."""
     if data:
         c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
     model = DETR(c)
@@ -1044,10 +1044,10 @@ def make_model(c, data):
 
 def load_weights(model, path):
     """Start from a checkpoint of this script, of DETR or of torchvision's ResNet-50. Attention,
-    classes and queries stay as they are where the file has another kind or number."""
+    classes and queries stay as they are where the file's differ in kind or number."""
     if not Path(path).exists():
-        fail(f'--init {path}: no such file; python prepare_data.py detr-r50, or resnet50, makes '
-             'those of the presets')
+        fail(f'--init {path}: no such file; python prepare_data.py detr-r50, or resnet50, fetches '
+             'those that the presets need')
     weights = read_weights(path, nheads=model.config.nheads)
     if 'layer4.0.conv1.weight' in weights:
         weights = {'backbone.0.body.' + key: p for key, p in weights.items()}
@@ -1057,13 +1057,13 @@ def load_weights(model, path):
     odd = [key for key in weights if key not in fits and not re.search(spare, key)]
     if odd:
         fail(f'--init {path}: the model has no place for {len(odd)} of its tensors, such as '
-             f'{", ".join(odd[:3])}: it has another backbone, other layers or sizes')
+             f'{", ".join(odd[:3])}: the file has another backbone, other layers or sizes')
     model.load_state_dict(fits, strict=False)
     fresh = sorted({key.split('.layers')[0] for key in own if key not in fits})
     print(f'init    {path}: {len(fits)} tensors of {len(own)}; fresh: {", ".join(fresh) or "none"}')
 
 def make_optimizer(model, c):
-    """AdamW on everything, as in DETR; the backbone has a rate of its own."""
+    """AdamW on everything, as in DETR; the backbone has its own rate."""
     rest = [p for name, p in model.named_parameters() if not name.startswith('backbone')]
     groups = [dict(params=rest, ratio=1.0),
               dict(params=model.backbone.parameters(), ratio=c.lr_backbone_ratio)]
@@ -1072,9 +1072,9 @@ def make_optimizer(model, c):
 READERS = ThreadPoolExecutor()
 
 def load_batch(dataset, keys, device):
-    """-> images (B, 3, H, W), with zeros at right and bottom where they differ in size; mask
+    """-> images (B, 3, H, W), zero-padded at the right and bottom if they differ in size; mask
     (B, H, W), True on these zeros, or None if there are none; targets."""
-    # photos are decoded side by side; drawing in threads is slower
+    # photos are decoded in parallel; drawing in threads is slower
     read = READERS.map if isinstance(dataset, CocoFolder) else map
     images, targets = zip(*read(dataset.__getitem__, keys))
     _, H, W = np.max([x.shape for x in images], axis=0)
@@ -1095,7 +1095,7 @@ def shuffled(seed, epoch, n):
 
 def get_batch(data, c, step, micro, device):
     """This process's images of micro-batch `micro`. They depend on seed and step alone: every
-    variant sees the same, and a resumed run sees what an unbroken one would."""
+    variant sees the same ones, and a resumed run those of an uninterrupted one."""
     n = c.batch_size * c.grad_accum_steps  # images in a step
     first = micro * c.batch_size
     keys = []
@@ -1158,7 +1158,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to `folder`, if any. Data of your own need data sets, data.train and data.val."""
+    go to `folder`, if any. Your own data need two data sets, data.train and data.val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -1209,7 +1209,7 @@ def train(c, folder=None, data=None):
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
-                                     'lower --learning-rate, or look at an edited formula')
+                                     'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
@@ -1269,7 +1269,7 @@ def draw_found(path, examples, answers, classes):
     picture.savefig(path)
 
 def chance(targets):
-    """AP of answering for each image with the objects of another: a baseline."""
+    """A baseline: the AP of answering each image with the objects of another."""
     truth, guesses = [], []
     for target, other in zip(targets, targets[1:] + targets[:1]):
         truth += target['annotations']
@@ -1318,11 +1318,11 @@ def detect(c):
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'': a notebook's cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # as git names the file
+SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
+VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 
 def pick_device(c):
-    """Device, and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, c.dtype
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -1341,7 +1341,7 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a scaler of the loss, which keeps float16's gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
     return autocast, scaler
@@ -1351,14 +1351,14 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, without those of single layers (0.mh) and without nan."""
+    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
 def save(folder, name, state):
-    """Write a checkpoint. A kill or a full disk leaves the older file as it was."""
+    """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save into a full disk raises no OSError, write_bytes does
+        buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
         torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
@@ -1403,7 +1403,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """All rows of figures as a table, folder/log.csv."""
+    """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
         text = io.StringIO()
         writer = csv.DictWriter(text, dict.fromkeys(name for row in log for name in row))
@@ -1435,7 +1435,7 @@ def draw(path, logs, panels):
     picture.savefig(path)
 
 def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if there is one, -2, -3, ... is appended."""
+    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
     for n in itertools.count(1):
@@ -1447,7 +1447,7 @@ def new_folder(c, where=SCRIPT):
             pass
 
 def last_folder(folder, out_dir):
-    """--folder or, without it, that of the newest checkpoint; None where there is none."""
+    """--folder or else the newest checkpoint's folder; None if there is none."""
     if folder:
         return Path(folder)
     checkpoints = Path(out_dir, SCRIPT).glob('*/ckpt.pt')
@@ -1468,9 +1468,9 @@ def load_run(c, name='best.pt'):
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):
-    """Train in a new folder or, with --resume, in that of the run -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last figures."""
     if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run finds a name of its own')
+        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
@@ -1513,9 +1513,9 @@ def parse(argv=None):
         if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
             fail(f'{name} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if not given.get('resume') or not folder:  # --resume before the first run: this is the first
+    if not given.get('resume') or not folder:  # nothing to resume: this is the first run
         if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**{**given, 'resume': False})
     saved = load_checkpoint(folder / 'ckpt.pt')
     config = {**asdict(Config()), **saved['config']}
@@ -1530,7 +1530,7 @@ def parse(argv=None):
     return action, Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
 
 def main(argv=None):
-    """Do what the command line says -> the figures that came out."""
+    """Do what the command line says -> the resulting figures."""
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     action, c = parse(argv)

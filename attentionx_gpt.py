@@ -13,29 +13,29 @@ to V. Both need only MH and V, so fused attention kernels still work.
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
 
 The idea comes from PDMM, an algorithm by which the nodes of a graph solve a problem together
-[BF Eq. 1-5]: each node minimises its own cost, and neighbours keep exchanging how far their
+[BF Eq. 1-5]: each node minimises its own cost, and neighbours keep reporting how far their
 solutions disagree. In a transformer the tokens are the nodes, attention gathers what the neighbours
-found, the MLP works on each alone, and V - MH is how far a token disagrees with its neighbours.
+found, the MLP works token by token, and V - MH is how far a token disagrees with its neighbours.
 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    one learned parameter: [choice] gamma, by head       attentionx-learned
+    [AX2 Sec. 5]    one learned parameter: [choice] gamma, per head      attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
-    [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
+    [BF Eq. 13]     the same in every head, each with its own beta       belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
     [AX2 Sec. 4]    gamma = 3 elsewhere; [AX1 Sec. 4.2]: 0.5             default_gamma
     [BF Eq. 11]     ||Delta|| <= ||MH|| (compare BF's Fig. 3)            diagnose
 
 AttentionX's first version at gamma computes the same functions as its revision at 1 / gamma, since
-W^o can absorb the factor between them. They do not train alike: the factor scales the update.
+W^o can absorb the factor between them. The two do not train alike: the factor scales the update.
 
     python attentionx_gpt.py                              # train: two minutes on a CPU, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
     python attentionx_gpt.py --resume                     # continue the last run
-    python attentionx_gpt.py sample --prompt "def main("  # let it continue a text
+    python attentionx_gpt.py sample --prompt "def main("  # let the model continue a text
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
 
@@ -73,7 +73,7 @@ RANK = int(os.environ.get('RANK', 0))         # index of this process, set by to
 WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
-    """Stop with one line on what the user can do about it."""
+    """Exit with one line that tells the user what to do."""
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
@@ -172,7 +172,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; without one, start it
+    resume: bool = False           # continue --folder or the last run; if there is none, start one
     out_dir: str = 'out'           # where runs are written
     # actions
     folder: str = ''               # sample, --resume: a run's folder; default: the last run's
@@ -206,14 +206,14 @@ PRESETS = {
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
     # BF trains modded-nanogpt's branch `casted` on 5B tokens of OpenWebText
-    # [choice] `casted` on eight GPUs: 9536 steps of 524,288 tokens, which are 5B
-    # [deviation] our weights are not rounded to float8, as those of `casted` are
+    # [choice] `casted` on eight GPUs: 9536 steps of 524,288 tokens, 5B in all
+    # [deviation] unlike those of `casted`, our weights are not rounded to float8
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
                         grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
-# smallest and largest values of numbers; the others go from 0 to infinity
+# smallest and largest values; where none is given, 0 and no limit
 LOWEST = dict.fromkeys(('n_layer', 'n_head', 'n_embd', 'block_size', 'batch_size',
                         'grad_accum_steps', 'eval_interval', 'eval_rows', 'log_interval'), 1)
 HIGHEST = dict(min_lr_ratio=1, beta1=0.9999, beta2=0.999999, dropout=0.99)
@@ -325,7 +325,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from seed and name alone, so that what two variants share starts equal."""
+        """Initialise p from seed and name alone: parameters that variants share start equal."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         matrix = name.endswith('.weight') and p.dim() == 2
@@ -373,7 +373,7 @@ class GPT(nn.Module):
             else:
                 token = logits.argmax(-1, keepdim=True)
             idx = torch.cat([idx, token], dim=1)
-            window = token  # the cache holds those before it
+            window = token  # the cache holds the tokens before it
         return idx
 
 # ------------------------------------ data ------------------------------------
@@ -388,7 +388,7 @@ def get_tokenizer(name):
     return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}), gpt2.decode
 
 def read_text(c):
-    """Training and validation text; the latter is every tenth file, or the last tenth of one."""
+    """Training and validation text; the latter is every tenth file, or one file's last tenth."""
     if c.data == 'builtin':
         files = sorted(Path(os.__file__).parent.glob('*.py'))
         texts = [path.read_text('utf-8', errors='replace') for path in files]
@@ -396,7 +396,7 @@ def read_text(c):
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` makes one; without a name it lists what there is')
+             f'`python prepare_data.py {c.data}` makes one; without a name it lists all data')
     try:
         text = Path(c.data).read_text('utf-8-sig')
     except UnicodeDecodeError:
@@ -410,12 +410,12 @@ def read_tokens(path, tokenizer):
     if not size:
         fail(f'{path} is missing or empty: did `python prepare_data.py` finish?')
     if size % 2:
-        fail(f'{path} has an odd number of bytes, {size}: it must hold ids of 16 bits (uint16)')
+        fail(f'{path} has an odd number of bytes, {size}: it must hold 16-bit ids (uint16)')
     tokens = np.memmap(path, np.uint16, 'r')
     first = tokens[:2 ** 23]
     if first.max() >= VOCAB_SIZE[tokenizer]:
         fail(f'{path} has the id {first.max()}; {tokenizer} has {VOCAB_SIZE[tokenizer]} tokens. '
-             'The file must hold ids of 16 bits (uint16) without a header')
+             'The file must hold 16-bit ids (uint16) without a header')
     if len(first) > 1 and not first[1::2].any():
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
@@ -424,7 +424,7 @@ def read_meta(folder):
     """meta.json, which prepare_data.py writes. Without it, tokens are GPT-2's, as in nanoGPT."""
     path = folder / 'meta.json'
     if not path.exists() and (folder / 'meta.pkl').exists():
-        fail(f'{folder}/meta.pkl names characters of its own, and a pickle could run code: make '
+        fail(f'{folder}/meta.pkl defines its own characters, and a pickle could run code: make '
              'tokens from the text with `python prepare_data.py text FILE --tokenizer bytes`')
     try:
         meta = json.loads(path.read_text('utf-8')) if path.exists() else dict(tokenizer='gpt2')
@@ -456,10 +456,10 @@ def load_data(c):
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. data completes c; it is None where c is that of a saved model."""
+    """A model on the CPU. data completes c, and is None if c comes from a saved model."""
     if data:
         size = c.vocab_size or getattr(data, 'vocab_size', 0)
-        if not size:  # data of your own need not say
+        if not size:  # your own data may not say
             size = 1 + max(int(data.train.max()), int(data.val.max()))
         c = replace(c, vocab_size=size, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     model = GPT(c)
@@ -487,7 +487,7 @@ def make_optimizer(model, c):
     return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2))
 
 def windows(tokens, starts, c, device):
-    """Inputs (B, T) from each start on, and targets (B, T), the same one token later. int64."""
+    """Inputs (B, T) from each start on, and targets (B, T), shifted by one token. int64."""
     rows = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
     rows = torch.from_numpy(rows).to(device)  # (B, T + 1)
     return rows[:, :-1], rows[:, 1:]
@@ -507,8 +507,8 @@ def diagnose(model, idx):
     """idx (B, T) -> for each layer a dict of statistics of its attention, means over the tokens.
 
     mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
-    update_out are the same after W^o; cos_mh and cos_update are the cosines of those with the
-    layer's input X; alpha is <MH,V> / <V,V>.
+    update_out are these norms after W^o; cos_mh and cos_update are the cosines of those vectors
+    with the layer's input X; alpha is <MH,V> / <V,V>.
     """
     rows = []
     x = model.embed(idx)  # (B, T, C)
@@ -534,7 +534,7 @@ def diagnose(model, idx):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on evenly spread windows, and diagnose's statistics of eight: 0.mh is mh in layer 0."""
+    """Loss on evenly spread windows, and diagnose's statistics on eight: 0.mh is mh in layer 0."""
     last = len(data.val) - c.block_size - 1
     starts = np.unique(np.linspace(0, last, c.eval_rows).astype(np.int64))
     total = 0.0
@@ -580,7 +580,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to `folder`, if any. Data of your own need two arrays of ids, data.train and data.val."""
+    go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -631,7 +631,7 @@ def train(c, folder=None, data=None):
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
-                                     'lower --learning-rate, or look at an edited formula')
+                                     'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
@@ -650,10 +650,10 @@ def report(c, model, log, folder, data):
         ('validation loss (nats per token)', 'val_loss')])
     draw_layers(folder / 'layers.png', log, c.n_layer)
     loss, bits = log[-1]['val_loss'], ''
-    if data.val_bytes:  # bits per byte compare across tokenizers
+    if data.val_bytes:  # bits per byte are comparable across tokenizers
         bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
     other = 'softmax' if c.attention != 'softmax' else 'attentionx'
-    return (f'\nAfter {c.prompt!r} it writes:\n{complete(c, model)}\n\n'
+    return (f'\nAfter {c.prompt!r} the model writes:\n{complete(c, model)}\n\n'
             f'result  validation loss {loss:.3f} nats per token{bits}; '
             f'a bigram model gets {bigram_loss(data):.3f}\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
@@ -680,7 +680,7 @@ def draw_layers(path, log, n_layer):
         layers[f'layer {i}'] = rows
     draw(path, layers, [
         ('mean length: MH, dashed: update', 'mh', 'update'),
-        ('the same after the output projection', 'mh_out', 'update_out'),
+        ('both after the output projection', 'mh_out', 'update_out'),
         ('their cosine with the input X', 'cos_mh', 'cos_update'),
         ('alpha = <MH,V> / <V,V>', 'alpha')])
 
@@ -701,11 +701,11 @@ def sample(c):
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'': a notebook's cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # as git names the file
+SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
+VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 
 def pick_device(c):
-    """Device, and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, c.dtype
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -724,7 +724,7 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a scaler of the loss, which keeps float16's gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
     return autocast, scaler
@@ -734,14 +734,14 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, without those of single layers (0.mh) and without nan."""
+    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
 def save(folder, name, state):
-    """Write a checkpoint. A kill or a full disk leaves the older file as it was."""
+    """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save into a full disk raises no OSError, write_bytes does
+        buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
         torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
@@ -786,7 +786,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """All rows of figures as a table, folder/log.csv."""
+    """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
         text = io.StringIO()
         writer = csv.DictWriter(text, dict.fromkeys(name for row in log for name in row))
@@ -818,7 +818,7 @@ def draw(path, logs, panels):
     picture.savefig(path)
 
 def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if there is one, -2, -3, ... is appended."""
+    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
     for n in itertools.count(1):
@@ -830,7 +830,7 @@ def new_folder(c, where=SCRIPT):
             pass
 
 def last_folder(folder, out_dir):
-    """--folder or, without it, that of the newest checkpoint; None where there is none."""
+    """--folder or else the newest checkpoint's folder; None if there is none."""
     if folder:
         return Path(folder)
     checkpoints = Path(out_dir, SCRIPT).glob('*/ckpt.pt')
@@ -851,9 +851,9 @@ def load_run(c, name='best.pt'):
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):
-    """Train in a new folder or, with --resume, in that of the run -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last figures."""
     if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run finds a name of its own')
+        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
@@ -896,9 +896,9 @@ def parse(argv=None):
         if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
             fail(f'{name} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if not given.get('resume') or not folder:  # --resume before the first run: this is the first
+    if not given.get('resume') or not folder:  # nothing to resume: this is the first run
         if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**{**given, 'resume': False})
     saved = load_checkpoint(folder / 'ckpt.pt')
     config = {**asdict(Config()), **saved['config']}
@@ -913,7 +913,7 @@ def parse(argv=None):
     return action, Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
 
 def main(argv=None):
-    """Do what the command line says -> the figures that came out."""
+    """Do what the command line says -> the resulting figures."""
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     action, c = parse(argv)

@@ -6,7 +6,7 @@
 
 Attention tells a patch of an image what the others say: MH = softmax(QK^T / sqrt(d)) V, a weighted
 sum of values. BeliefFormer passes on the part of MH that is orthogonal to the patch's own value V,
-AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where they come from.)
+AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where both come from.)
 
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
     AX1  G. Zhang, R. Heusdens, AttentionX, first version   AX2  its revision, arXiv 2409.04275
@@ -15,10 +15,10 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
-    [BF Eq. 13]     the same in every head, with a beta of its own       belief-head
+    [BF Eq. 13]     the same in every head, each with its own beta       belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, Attention
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    a learned parameter; [choice] it is gamma, by head   attentionx-learned
+    [AX2 Sec. 5]    a learned parameter; [choice] it is gamma, per head  attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [AX1 Sec. 4.1]  gamma = 1 in a ViT                                   default_gamma
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
@@ -28,12 +28,12 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     python belief_vit.py                           # train: two minutes on a CPU, no network
     python belief_vit.py --attention softmax       # the baseline, on the same batches
     python belief_vit.py --resume                  # continue the last run
-    python belief_vit.py predict --images cat.png  # classify a photo with it
+    python belief_vit.py predict --images cat.png  # classify a photo with the last run
     python belief_vit.py --preset imagenet-paper   # BF's recipe for ImageNet
     python experiments/compare.py belief_vit --table papers --preset cifar-paper  # on CIFAR-10
 
 The first command gets 96.4 % of the test images right (95.5 % on another CPU), and a linear model
-of the same pixels 26.2 % (563 steps, 154,030 parameters, one seed). [choice] marks where a paper is
+on the same pixels 26.2 % (563 steps, 154,030 parameters, one seed). [choice] marks where a paper is
 silent, [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four
 scripts share the rest.
 
@@ -72,7 +72,7 @@ RANK = int(os.environ.get('RANK', 0))         # index of this process, set by to
 WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
-    """Stop with one line on what the user can do about it."""
+    """Exit with one line that tells the user what to do."""
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
@@ -152,7 +152,7 @@ class Config:
     randaugment: str = 'none'      # none, paper, or fixed: smaller shifts; not for photos
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread evenly over the classes
-    first_size: int = 0            # side of the first images, which grow to image_size; 0: none do
+    first_size: int = 0            # side of images at first; they grow to image_size; 0: fixed
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
@@ -172,7 +172,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 50         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; without one, start it
+    resume: bool = False           # continue --folder or the last run; if there is none, start one
     out_dir: str = 'out'           # where runs are written
     # actions
     folder: str = ''               # predict, --resume: a run's folder; default: the last run's
@@ -202,19 +202,19 @@ PRESETS = {
     'tiny': {},
     't4': dict(model='vit-small', data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=512, learning_rate=5e-4, warmup_iters=200, eval_interval=200, threads=0),
-    # The papers take vision-transformers-cifar10's settings, but for SET-Adam and BF's 400 epochs.
+    # The papers use vision-transformers-cifar10's settings except for SET-Adam and BF's 400 epochs.
     # [deviation] We validate on a tenth of the training images, not on the test set.
     'cifar-paper': dict(model='vit-small', data='cifar10', randaugment='paper',
                         optimizer='set-adam', learning_rate=1e-4, max_iters=35157,  # 400 epochs
                         batch_size=512, warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
-    # BF takes model and settings from efficient-vit-training.
+    # BF takes its model and settings from efficient-vit-training.
     'imagenet-paper': dict(model='deit-small-local', data='imagenet', batch_size=64,
                            max_iters=5945415,  # 300 epochs
                            learning_rate=1.25e-4, min_lr_ratio=0.08, warmup_iters=0, grad_clip=0.0,
                            drop_path=0.1, mix=True, label_smoothing=0.1, first_size=32,
                            val_fraction=0.01, eval_interval=10000, threads=0),
 }
-# smallest and largest values of numbers; the others go from 0 to infinity
+# smallest and largest values; where none is given, 0 and no limit
 LOWEST = dict.fromkeys(('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads',
                         'head_size', 'mlp_dim', 'batch_size', 'grad_accum_steps',
                         'eval_interval', 'log_interval'), 1)
@@ -235,7 +235,7 @@ class PatchEmbed(nn.Module):
         return self.proj(images).flatten(2).mT  # (B, h w, C)
 
 class ShiftedPatchEmbed(nn.Module):
-    """The same, where a patch also shows the image shifted by a pixel in four directions."""
+    """PatchEmbed, but each patch also sees the image shifted by a pixel in four directions."""
     def __init__(self, c):
         super().__init__()
         self.patch_size = c.patch_size
@@ -335,7 +335,7 @@ class Block(nn.Module):
 
 def resize_positions(pos, grid):
     """Position embeddings (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic."""
-    g = math.isqrt(pos.size(1))  # side of the learned grid: a few tokens more do not change it
+    g = math.isqrt(pos.size(1))  # side of the learned grid, which a few extra tokens do not change
     if grid == (g, g):
         return pos
     prefix, patches = pos.split([pos.size(1) - g * g, g * g], dim=1)  # prefix: the class token
@@ -362,8 +362,8 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p as its model's repository does, from a seed and its name, so that what two
-        variants share starts equal."""
+        """Initialise p as its model's repository does, from a seed and its name: parameters that
+        variants share start equal."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         token = '.' not in name  # cls_token, pos_embed, and tokens you may add
@@ -406,7 +406,7 @@ class SETAdam(torch.optim.Optimizer):
         c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one dominates
         w = sqrt(c v / (1 - beta2^t) + eps)     below Adam's root, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
-    Tensors are PyTorch's parameters: q, k and v in three of them would train differently.
+    A tensor is a PyTorch parameter: separate ones for q, k and v would train differently.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -554,7 +554,7 @@ def load_data(c):
         train, test, classes = load_folder(folder)
     else:
         fail(f'--data {c.data}: no such folder of photos (CLASS/*.jpg), and no folder {folder}; '
-             f'`python prepare_data.py {c.data}` makes one; without a name it lists what there is')
+             f'`python prepare_data.py {c.data}` makes one; without a name it lists all data')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
@@ -590,7 +590,7 @@ def read_photo(path, size, draws=None):
         with PIL.Image.open(str(path)) as file:
             image = PIL.ImageOps.exif_transpose(file)
             if image.mode == 'F':
-                raise ValueError('its pixels are floats of no known range')
+                raise ValueError('its pixels are floats of unknown range')
             if image.mode.startswith('I'):  # 16-bit greys, which convert would cut off at 255
                 image = PIL.Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             image = image.convert('RGB')
@@ -623,21 +623,21 @@ def normalise(images, size, c, device='cpu'):
     return x
 
 def randaugment(image, draws, policy):
-    """One of 16 operations on a Pillow image, at strength 14 of 30, by four random numbers."""
+    """One of 16 operations on a Pillow image, at strength 14/30, chosen by four random numbers."""
     PIL = pillow()
     ops, enhance = PIL.ImageOps, PIL.ImageEnhance
     which, sign, at_y, at_x = draws
     width, height = image.size
     strength = 14 / 30
     signed = strength if sign < 0.5 else -strength
-    far_x = far_y = 100 * signed  # pixels, meant for images of 224: those of 32 turn black
+    far_x = far_y = 100 * signed  # pixels, meant for 224-pixel images: 32-pixel ones turn black
     if policy == 'fixed':
         far_x, far_y = 0.45 * width * signed, 0.45 * height * signed  # timm's
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
         return image.transform((width, height), PIL.Image.AFFINE, matrix)
 
-    def cutout():  # a grey square; at the top and left it is moved inside, as in its source
+    def cutout():  # a grey square; at the top and left it is moved inside, as in the original
         side = 40 * strength
         left, top = int(max(0, at_x * width - side / 2)), int(max(0, at_y * height - side / 2))
         image.paste((125, 123, 114), (left, top, left + int(side) + 1, top + int(side) + 1))
@@ -702,7 +702,7 @@ def mix(images, rng):
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. data completes c; it is None where c is that of a saved model."""
+    """A model on the CPU. data completes c, and is None if c comes from a saved model."""
     if data:
         c = replace(c, classes=data.classes, num_classes=len(data.classes))
     model = ViT(c)
@@ -711,8 +711,8 @@ def make_model(c, data):
     return model
 
 def load_weights(model, path):
-    """Start from a checkpoint of this script, timm or DeiT. Their keys are ours. Positions are
-    resized. What the file lacks, such as W^s, and a head for other classes start anew."""
+    """Start from a checkpoint of this script, timm or DeiT. Their keys match ours. Positions are
+    resized. What the file lacks, such as W^s, and a head for other classes start fresh."""
     weights = read_weights(path, num_heads=model.config.num_heads)
     own = model.state_dict()
     if 'pos_embed' in weights:
@@ -722,7 +722,7 @@ def load_weights(model, path):
         weights = {name: p for name, p in weights.items() if not name.startswith('head.')}
     new = [name for name in own if name not in weights]
     if new:
-        print(f'note    not from {path}, but new: {", ".join(new)}')
+        print(f'note    not loaded from {path}: {", ".join(new)}')
     try:
         model.load_state_dict({**own, **weights})
     except RuntimeError as error:
@@ -793,8 +793,8 @@ def diagnose(model, images):
     a mean over the heads, scaled so that the largest is 1.
 
     mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
-    update_out are the same after W^o (BF claims the inequality there, too, but it need not hold);
-    cos_mh and cos_update are the cosines of those with the input X; alpha is <MH,V> / <V,V>.
+    update_out are these norms after W^o (BF claims the inequality there, too, but it can fail);
+    cos_mh and cos_update: cosines of those vectors with the input X; alpha is <MH,V> / <V,V>.
     """
     c, rows, maps = model.config, [], []
     x, grid = model.embed(images)  # (B, T, C)
@@ -824,7 +824,7 @@ def diagnose(model, images):
     return rows, maps
 
 def evaluate(model, data, c, device):
-    """Validation loss and accuracy, and what diagnose says of 64 images: 0.mh is mh in layer 0."""
+    """Validation loss and accuracy, and diagnose's figures on 64 images: 0.mh is mh in layer 0."""
     images, labels = data.val
     n = c.eval_rows or len(labels)
     loss, accuracy = loss_and_accuracy(model, images[:n], labels[:n], c, device)
@@ -862,7 +862,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to `folder`, if any. Data of your own need what load_data returns."""
+    go to `folder`, if any. Your own data must look like what load_data returns."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -880,7 +880,7 @@ def train(c, folder=None, data=None):
         start, seconds, log, losses = saved['progress']
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {c.data}, {len(data.train[1]):,} images of {len(data.classes)} classes, '
-          f'{len(data.val[1]):,} for validation, {len(data.test[1]):,} to test\n'
+          f'{len(data.val[1]):,} for validation, {len(data.test[1]):,} for testing\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
     for step in range(start, c.max_iters + 1):
@@ -895,7 +895,7 @@ def train(c, folder=None, data=None):
                 row['loss'] = sum(losses) / len(losses)
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
-            if step == c.max_iters:  # the test set is for the end
+            if step == c.max_iters:  # the test set is used only at the end
                 row['test_acc'] = loss_and_accuracy(model, *data.test, c, device)[1]
             log, losses = [*log, row], []
             if not row['val_acc'] < max(past['val_acc'] for past in log):  # also where it is nan
@@ -916,7 +916,7 @@ def train(c, folder=None, data=None):
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
-                                     'lower --learning-rate, or look at an edited formula')
+                                     'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
@@ -940,7 +940,7 @@ def report(c, model, log, folder, data):
     other = 'softmax' if c.attention != 'softmax' else 'belief'
     linear, chance = linear_accuracy(data, c), 1 / len(data.classes)
     return (f'result  test accuracy {100 * log[-1]["test_acc"]:.1f} %, with the best weights '
-            f'{100 * best:.1f} %;\n        a linear model of the same pixels gets '
+            f'{100 * best:.1f} %;\n        a linear model on the same pixels gets '
             f'{100 * linear:.1f} %, chance {100 * chance:.1f} %\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --attention {other}, or: '
@@ -965,7 +965,7 @@ def draw_layers(path, log, depth):
         layers[f'layer {i}'] = rows
     draw(path, layers, [
         ('mean length: MH, dashed: update', 'mh', 'update'),
-        ('the same after the output projection', 'mh_out', 'update_out'),
+        ('both after the output projection', 'mh_out', 'update_out'),
         ('their cosine with the input X', 'cos_mh', 'cos_update'),
         ('alpha = <MH,V> / <V,V>', 'alpha')])
 
@@ -1006,11 +1006,11 @@ def predict(c):
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'': a notebook's cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # as git names the file
+SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
+VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 
 def pick_device(c):
-    """Device, and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, c.dtype
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -1029,7 +1029,7 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a scaler of the loss, which keeps float16's gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
     return autocast, scaler
@@ -1039,14 +1039,14 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, without those of single layers (0.mh) and without nan."""
+    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
 def save(folder, name, state):
-    """Write a checkpoint. A kill or a full disk leaves the older file as it was."""
+    """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save into a full disk raises no OSError, write_bytes does
+        buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
         torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
@@ -1091,7 +1091,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """All rows of figures as a table, folder/log.csv."""
+    """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
         text = io.StringIO()
         writer = csv.DictWriter(text, dict.fromkeys(name for row in log for name in row))
@@ -1123,7 +1123,7 @@ def draw(path, logs, panels):
     picture.savefig(path)
 
 def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if there is one, -2, -3, ... is appended."""
+    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
     for n in itertools.count(1):
@@ -1135,7 +1135,7 @@ def new_folder(c, where=SCRIPT):
             pass
 
 def last_folder(folder, out_dir):
-    """--folder or, without it, that of the newest checkpoint; None where there is none."""
+    """--folder or else the newest checkpoint's folder; None if there is none."""
     if folder:
         return Path(folder)
     checkpoints = Path(out_dir, SCRIPT).glob('*/ckpt.pt')
@@ -1156,9 +1156,9 @@ def load_run(c, name='best.pt'):
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):
-    """Train in a new folder or, with --resume, in that of the run -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last figures."""
     if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run finds a name of its own')
+        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
@@ -1201,9 +1201,9 @@ def parse(argv=None):
         if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
             fail(f'{name} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if not given.get('resume') or not folder:  # --resume before the first run: this is the first
+    if not given.get('resume') or not folder:  # nothing to resume: this is the first run
         if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**{**given, 'resume': False})
     saved = load_checkpoint(folder / 'ckpt.pt')
     config = {**asdict(Config()), **saved['config']}
@@ -1218,7 +1218,7 @@ def parse(argv=None):
     return action, Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
 
 def main(argv=None):
-    """Do what the command line says -> the figures that came out."""
+    """Do what the command line says -> the resulting figures."""
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     action, c = parse(argv)

@@ -28,7 +28,7 @@ all at no cost, and drives every alpha to minus infinity, as the report observed
     python mask_distill.py teacher --n-layer 6          # train a teacher alone
     python mask_distill.py --preset report004           # the report's experiment, from GPT-2
 
-The first keeps 48 % of the pairs of tokens, with 1.005 of the teacher's accuracy, KL 0.0102 and
+The first run keeps 48 % of the token pairs, with 1.005 times the teacher's accuracy, KL 0.0102 and
 gradient cosine 0.977, and passes 2 of 4 criteria (644,224 parameters, one seed). With --masks
 window:96+sinks:4 it keeps 95 % and passes all four. [choice] marks where the report is silent,
 [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four scripts
@@ -63,13 +63,13 @@ RANK = int(os.environ.get('RANK', 0))         # index of this process, set by to
 WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
 
 def fail(message):
-    """Stop with one line on what the user can do about it."""
+    """Exit with one line that tells the user what to do."""
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
 # ------------------------------------ the report's method ------------------------------------
-KINDS = {  # kind:N in --masks: does token i see token j? (A later one it never sees.)
-    # for a kind of your own add a line, such as: 'stride': lambda i, j, n, far: (i - j) % n == 0,
+KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
+    # to add your own kind, add a line such as: 'stride': lambda i, j, n, far: (i - j) % n == 0,
     'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
     'window': lambda i, j, n, far: i - j < n,                 # the last N
     'offset': lambda i, j, n, far: i - j == n,                # the one N tokens back
@@ -103,7 +103,7 @@ def window_and_first(masks):
     return max(largest['window'], largest['offset'] + 1), max(largest['first'], largest['sinks'])
 
 def is_local(masks):
-    """Whether all masks are near or first tokens, which is what blocked_attention computes."""
+    """Whether all masks hold only near or first tokens, as blocked_attention requires."""
     return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in candidates(masks))
 
 def log_coefficients(alpha):
@@ -118,8 +118,8 @@ def mixture(coef, M):
 
 def masks_at(masks, log_c, i, j):
     """The masks (..., Tq, T) of queries at positions i (..., Tq) and keys at j (..., T), and their
-    coefficients over the largest, (K + 1,). [choice] The mask that is added to the K lets a token
-    see itself where no open mask does, so that no row is empty."""
+    coefficients divided by the largest, (K + 1,). [choice] The extra mask lets a token see itself
+    where no open mask does, so that no row is empty."""
     i, j = i[..., None], j[..., None, :]
     causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
@@ -154,7 +154,7 @@ def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j
         log_c = torch.zeros(len(candidates(masks)), device=q.device)
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
     M, coef = masks_at(masks, log_c, i, j)
-    if reading != 'renormalised':  # there log W excludes the future, and the scale of c cancels
+    if reading != 'renormalised':  # in that one log W hides the future, and c's scale cancels
         S = S.masked_fill(i[..., None] < j[..., None, :], -math.inf)
         coef = coef * log_c.max().exp()
     return READINGS[reading](S, M, coef)
@@ -219,7 +219,7 @@ class Config:
     l1: float = 0.0                # weight of the report's penalty on coefficients
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
-    stage: str = 'student'         # or teacher: what is trained; the action sets it
+    stage: str = 'student'         # student or teacher: which is trained; the action sets it
     init: str = ''                 # a teacher's best.pt or a GPT-2's weights; '': train one first
     teacher_iters: int = 600       # optimiser steps of a teacher trained here
     teacher_lr: float = 2e-3       # its learning rate at its peak
@@ -251,7 +251,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0 for PyTorch's default
     log_interval: int = 10         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; without one, start it
+    resume: bool = False           # continue --folder or the last run; if there is none, start one
     out_dir: str = 'out'           # where runs are written
     # actions
     folder: str = ''               # sample, criteria, --resume: a run's folder; default: the last
@@ -306,7 +306,7 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's, by PyTorch's fused kernel; in a student with masks, and an alpha for each."""
+    """GPT-2's attention, with a fused kernel; a student's has masks, and an alpha for each."""
     def __init__(self, c):
         super().__init__()
         self.n_head = c.heads
@@ -371,7 +371,7 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(c.n_embd)
         for name, p in self.named_parameters():
             if name.endswith('.weight') and p.dim() == 2:  # biases and norms stay as they are
-                # from its own generator: what two models share starts out equal
+                # from its own generator: parameters that models share start equal
                 generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
                 nn.init.normal_(p, 0.0, std, generator=generator)
@@ -410,7 +410,7 @@ class GPT2(nn.Module):
         return idx
 
 def substitute(teacher, c):
-    """A student: a copy of the teacher, with masks. Of its parameters --learn says which train."""
+    """A student: a copy of the teacher, with masks. --learn says which of its parameters train."""
     model = copy.deepcopy(teacher)
     model.config = c
     for block in model.h:
@@ -440,7 +440,7 @@ def get_tokenizer(name):
     return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}), gpt2.decode
 
 def read_text(c):
-    """Training and validation text; the latter is every tenth file, or the last tenth of one."""
+    """Training and validation text; the latter is every tenth file, or one file's last tenth."""
     if c.data == 'builtin':
         files = sorted(Path(os.__file__).parent.glob('*.py'))
         texts = [path.read_text('utf-8', errors='replace') for path in files]
@@ -448,7 +448,7 @@ def read_text(c):
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` makes one; without a name it lists what there is')
+             f'`python prepare_data.py {c.data}` makes one; without a name it lists all data')
     try:
         text = Path(c.data).read_text('utf-8-sig')
     except UnicodeDecodeError:
@@ -462,12 +462,12 @@ def read_tokens(path, tokenizer):
     if not size:
         fail(f'{path} is missing or empty: did `python prepare_data.py` finish?')
     if size % 2:
-        fail(f'{path} has an odd number of bytes, {size}: it must hold ids of 16 bits (uint16)')
+        fail(f'{path} has an odd number of bytes, {size}: it must hold 16-bit ids (uint16)')
     tokens = np.memmap(path, np.uint16, 'r')
     first = tokens[:2 ** 23]
     if first.max() >= VOCAB_SIZE[tokenizer]:
         fail(f'{path} has the id {first.max()}; {tokenizer} has {VOCAB_SIZE[tokenizer]} tokens. '
-             'The file must hold ids of 16 bits (uint16) without a header')
+             'The file must hold 16-bit ids (uint16) without a header')
     if len(first) > 1 and not first[1::2].any():
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
@@ -476,7 +476,7 @@ def read_meta(folder):
     """meta.json, which prepare_data.py writes. Without it, tokens are GPT-2's, as in nanoGPT."""
     path = folder / 'meta.json'
     if not path.exists() and (folder / 'meta.pkl').exists():
-        fail(f'{folder}/meta.pkl names characters of its own, and a pickle could run code: make '
+        fail(f'{folder}/meta.pkl defines its own characters, and a pickle could run code: make '
              'tokens from the text with `python prepare_data.py text FILE --tokenizer bytes`')
     try:
         meta = json.loads(path.read_text('utf-8')) if path.exists() else dict(tokenizer='gpt2')
@@ -509,8 +509,8 @@ GPT2_FORM = dict(  # fields of config.json that change what a model computes, as
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
 
 def heads_of(path, n_head):
-    """The number of heads, which weights do not show: our checkpoints say it, config.json says it
-    of other files, and without either it is n_head. A config.json of another model is refused."""
+    """The number of heads, which weights do not show: our checkpoints say it, for other files
+    config.json does, and otherwise it is n_head. A config.json of another model is refused."""
     about = load_checkpoint(path, foreign=True).get('config', {})
     beside = Path(path).with_name('config.json')
     if not about and beside.exists():
@@ -525,7 +525,7 @@ def heads_of(path, n_head):
     return heads
 
 def load_gpt2(path, n_head=0):
-    """A GPT-2 of any size, from a checkpoint of ours or a file that transformers saved."""
+    """A GPT-2 of any size, from one of our checkpoints or a file saved by transformers."""
     if not Path(path).is_file():
         fail(f'--init {path} is not a file; `python {SCRIPT}.py teacher` trains a small GPT-2, '
              '`python prepare_data.py gpt2` downloads one')
@@ -536,7 +536,7 @@ def load_gpt2(path, n_head=0):
         fail(f'--init {path} is not a GPT-2: it has no wte.weight, or no wpe.weight')
     wte, wpe = weights['wte.weight'], weights['wpe.weight']
     if not torch.equal(weights.pop('lm_head.weight', wte), wte):
-        fail(f'--init {path}: its lm_head.weight is not its wte.weight, as it is in GPT-2')
+        fail(f'--init {path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
     n_layer = sum(name.startswith('h.') and name.endswith('.ln_1.weight') for name in weights)
     model = GPT2(Config(stage='teacher', n_layer=n_layer, n_head=heads_of(path, n_head),
                         n_embd=wte.size(1), positions=len(wpe), vocab_size=len(wte)))
@@ -549,7 +549,7 @@ def load_gpt2(path, n_head=0):
 def make_model(c, data):
     """A model on the CPU: a new teacher, or a student of --init's teacher. What c leaves open comes
     from data and --init; a saved c, with no data, is complete."""
-    c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))  # your own may not say
+    c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))  # your own data may not say
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
     if c.resume or not data:  # a checkpoint holds the weights of both
@@ -577,7 +577,7 @@ def make_optimizer(model, c):
     return torch.optim.AdamW(groups, betas=(0.9, 0.99))
 
 def sequences(tokens, starts, c, device):
-    """The tokens from each start on, and the same one step later: two of (B, T), int64."""
+    """The tokens from each start on, and those one step later, both (B, T) int64."""
     x = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
     x = torch.from_numpy(x).to(device)
     return x[:, :-1], x[:, 1:]
@@ -587,7 +587,7 @@ def get_batch(data, c, step, micro, device):
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
     starts = stream('batch', c.seed, step).integers(c.samples or n, size=size)
-    if c.samples:  # then these are numbers of samples, which are the same in every step
+    if c.samples:  # then these index the samples, which are the same in every step
         starts = stream('samples', c.seed).integers(n, size=c.samples)[starts]
     return sequences(data.train, starts[micro, RANK::WORLD], c, device)
 
@@ -614,8 +614,8 @@ def validation(data, c, device):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on the validation sequences, without L1; of a student also the share of pairs that it
-    keeps and every coefficient, as 0.window:32 for layer 0."""
+    """Loss on the validation sequences, without L1; for a student also the share of pairs that it
+    keeps and every coefficient, such as 0.window:32 for layer 0."""
     c = replace(c, l1=0.0)
     total = rows = 0
     # float32: under autocast to bfloat16 a student that equals its teacher has a KL of 3.7e-4
@@ -714,7 +714,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to `folder`, if any. Data of your own need two arrays of ids, data.train and data.val."""
+    go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -766,7 +766,7 @@ def train(c, folder=None, data=None):
         overflow = not math.isfinite(norm) and scaler.get_scale() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
-                                     'lower --learning-rate, or look at an edited formula')
+                                     'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
@@ -792,7 +792,7 @@ def train_student(c):
         folder = [train_and_report(as_teacher(c), TEACHERS)['folder']]
         if WORLD > 1:
             dist.broadcast_object_list(folder)  # only the first process knows it
-        print('\nstage 2 of 2: the student, a copy of it with masks, learns to predict as it does')
+        print('\nstage 2 of 2: the student, a copy with masks, learns to predict what it predicts')
         c = replace(c, init=str(folder[0] / 'best.pt'))
     return train_and_report(c)
 
@@ -809,8 +809,8 @@ def report(c, model, log, folder, data):
         ('training loss (nats per token)', 'loss'),
         (f'validation {what} (nats per token)', 'val_loss')])
     if not model.teacher:
-        return (f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token; a guess among '
-                f'all tokens gets {math.log(model.config.vocab_size):.3f}\n'
+        return (f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token; a uniform '
+                f'guess gets {math.log(model.config.vocab_size):.3f}\n'
                 f'file    --init {folder}/best.pt makes students of this teacher')
     draw_layers(folder / 'layers.png', model, log)
     text, _ = judge(model, data, c)
@@ -843,7 +843,7 @@ def judge(model, data, c):
             text += f'{figures[name]:#15.3g} {verdict}'
     kept = kept_pairs(model.alphas(), c.masks, c.block_size)
     rows = sum(len(x) for x, _ in batches)
-    text += (f'\nresult  {kept:.0%} of the pairs give {figures["accuracy"]:.3f} of the accuracy; '
+    text += (f'\nresult  {kept:.0%} of pairs give {figures["accuracy"]:.3f} times the accuracy; '
              f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on {rows} sequences\n'
              f'        perplexity {figures["perplexity"]:.3f}, the teacher\'s '
              f'{figures["teacher_perplexity"]:.3f}')
@@ -851,7 +851,7 @@ def judge(model, data, c):
 
 def criteria(c):
     """Judge a student by the report's criteria, on as many sequences as you like."""
-    saved, model = load_run(c, 'ckpt.pt')  # best.pt was chosen by the text that judges here
+    saved, model = load_run(c, 'ckpt.pt')  # best.pt was chosen on the text used here to judge
     if not model.teacher:
         fail(f'--folder {c.folder} is a teacher\'s: name a student\'s')
     text, figures = judge(model, load_data(saved), replace(saved, eval_rows=c.eval_rows))
@@ -884,11 +884,11 @@ def sample(c):
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'': a notebook's cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # as git names the file
+SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
+VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 
 def pick_device(c):
-    """Device, and dtype of matmuls. CUDA before compute capability 8 only emulates bfloat16."""
+    """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, c.dtype
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -907,7 +907,7 @@ def pick_device(c):
     return torch.device(name), getattr(torch, dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a scaler of the loss, which keeps float16's gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
     return autocast, scaler
@@ -917,14 +917,14 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, without those of single layers (0.mh) and without nan."""
+    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
 def save(folder, name, state):
-    """Write a checkpoint. A kill or a full disk leaves the older file as it was."""
+    """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save into a full disk raises no OSError, write_bytes does
+        buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
         torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
@@ -969,7 +969,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """All rows of figures as a table, folder/log.csv."""
+    """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
         text = io.StringIO()
         writer = csv.DictWriter(text, dict.fromkeys(name for row in log for name in row))
@@ -1001,7 +1001,7 @@ def draw(path, logs, panels):
     picture.savefig(path)
 
 def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if there is one, -2, -3, ... is appended."""
+    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
     for n in itertools.count(1):
@@ -1013,7 +1013,7 @@ def new_folder(c, where=SCRIPT):
             pass
 
 def last_folder(folder, out_dir):
-    """--folder or, without it, that of the newest checkpoint; None where there is none."""
+    """--folder or else the newest checkpoint's folder; None if there is none."""
     if folder:
         return Path(folder)
     checkpoints = Path(out_dir, SCRIPT).glob('*/ckpt.pt')
@@ -1034,9 +1034,9 @@ def load_run(c, name='best.pt'):
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):
-    """Train in a new folder or, with --resume, in that of the run -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last figures."""
     if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run finds a name of its own')
+        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
@@ -1079,9 +1079,9 @@ def parse(argv=None):
         if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
             fail(f'{name} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if not given.get('resume') or not folder:  # --resume before the first run: this is the first
+    if not given.get('resume') or not folder:  # nothing to resume: this is the first run
         if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    a small model; for a GPU there is --preset t4: {PRESETS["t4"]}')
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**{**given, 'resume': False})
     saved = load_checkpoint(folder / 'ckpt.pt')
     config = {**asdict(Config()), **saved['config']}
@@ -1096,7 +1096,7 @@ def parse(argv=None):
     return action, Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
 
 def main(argv=None):
-    """Do what the command line says -> the figures that came out."""
+    """Do what the command line says -> the resulting figures."""
     if RANK:
         sys.stdout = open(os.devnull, 'w')
     action, c = parse(argv)

@@ -14,8 +14,8 @@
 
 Text becomes train.bin and val.bin (uint16 tokens, nanoGPT's format), CIFAR train.npz and test.npz
 (images (N, 3, 32, 32) uint8, labels (N,) int64); photos stay JPEG files. data/NAME appears when it
-is complete and is never changed: delete it to have it made anew. data/download keeps the raw
-files, and an interrupted download goes on where it stopped. Only members with the expected names
+is complete and is never changed: delete it to rebuild it. data/download keeps the raw
+files, and an interrupted download resumes where it stopped. Only members with the expected names
 are read from archives, and nothing is unpickled.
 """
 import argparse
@@ -45,8 +45,8 @@ def fail(message):
     raise SystemExit(2)
 
 def progress(items, what, total=0, done=0, size=lambda item: 1):
-    """Pass on the items of a long job, and print how far it is: on a terminal in a line that is
-    rewritten each second, in a file or a notebook in a new one every 20 seconds."""
+    """Yield the items of a long job and print its progress: on a terminal, in one line that is
+    rewritten each second; in a file or a notebook, in a new line every 20 seconds."""
     terminal = sys.stdout.isatty()
     pause, end = (1, '\r') if terminal else (20, '\n')
     before = done
@@ -85,7 +85,7 @@ def what_is_wrong(path, size, digest):
         with open(path, 'rb') as file:
             while block := file.read(1 << 20):
                 found.update(block)
-        if not found.hexdigest().startswith(wanted):  # of some hashes only the start is known
+        if not found.hexdigest().startswith(wanted):  # for some hashes, only the start is known
             return f'its {kind} is {found.hexdigest()} instead of {wanted}'
     return ''
 
@@ -108,10 +108,10 @@ def fetch(url, part, size):
             for block in progress(blocks, f'bytes of {part.stem}', total, have, len):
                 file.write(block)
     if part.stat().st_size < total:
-        raise requests.ConnectionError  # it was closed too early
+        raise requests.ConnectionError  # the connection closed too early
 
 def download(urls, path, size, digest):
-    """Get `path` from the first of `urls` that has it; .part keeps what came, to resume from."""
+    """Get `path` from the first of `urls` that has it; .part keeps what arrived, for resuming."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + '.part')
     for url in urls * ATTEMPTS:
@@ -127,7 +127,7 @@ def download(urls, path, size, digest):
             wrong = error if isinstance(error, requests.HTTPError) else type(error).__name__
         print(f'failed: {wrong}')
         time.sleep(PAUSE)
-    fail(f'{url}: {wrong}; run this again to go on, or put the file at {path}')
+    fail(f'{url}: {wrong}; run this again to continue, or put the file at {path}')
 
 # ------------------------------------ tokens ------------------------------------
 VOCAB_SIZE = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
@@ -150,7 +150,7 @@ def write_bins(texts, out, tokenizer, end=()):
     with open(out / 'train.bin', 'wb') as train, open(out / 'val.bin', 'wb') as val:
         files = {'train': train, 'val': val}
         texts = progress(texts, 'characters encoded', size=lambda pair: len(pair[1]))
-        while batch := list(itertools.islice(texts, 32)):  # tiktoken encodes them side by side
+        while batch := list(itertools.islice(texts, 32)):  # tiktoken encodes them in parallel
             rows = encode([text for _, text in batch])
             for (split, text), row in zip(batch, rows):
                 ids = np.array([*row, *end], '<u2')
@@ -291,7 +291,7 @@ DATASETS = {
         (4721645, 'sha256:ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
          WIKI + 'wikitext-2-raw-v1.zip',
          HF + 'datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip')]),
-    'wikitext-103': (wikitext, 'mask_distill.py', '192 MB, CC BY-SA 3.0: the same', [
+    'wikitext-103': (wikitext, 'mask_distill.py', '192 MB, CC BY-SA 3.0: distillation', [
         (191984949, 'sha256:91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
          WIKI + 'wikitext-103-raw-v1.zip',
          HF + 'datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip')]),
@@ -330,8 +330,8 @@ DATASETS = {
 }
 
 # ------------------------------------ check ------------------------------------
-# Each function reads all of a data folder of one form, and yields a line about everything that is
-# wrong, naming file and entry. `meta` is what meta.json says.
+# Each function reads a whole data folder of one form and yields one line per fault, naming the
+# file and entry. `meta` is what meta.json says.
 
 def check_tokens(folder, meta):
     """train.bin and val.bin: uint16 tokens, from 0."""
@@ -339,7 +339,7 @@ def check_tokens(folder, meta):
     if tokenizer not in VOCAB_SIZE:
         yield f'{folder}/meta.json: the tokenizer is {tokenizer}, not gpt2 or bytes'
     if (folder / 'meta.pkl').exists():
-        yield f"{folder}/meta.pkl: nanoGPT's character level, which the scripts do not know"
+        yield f"{folder}/meta.pkl: nanoGPT's character level, which the scripts do not support"
     for path in (folder / 'train.bin', folder / 'val.bin'):
         size = path.stat().st_size if path.exists() else 0
         if size < 4 or size % 2:
@@ -351,7 +351,7 @@ def check_tokens(folder, meta):
             yield f'{path}: every other number is 0: its ids have 32 or 64 bits instead of 16'
         elif ids.max() > highest:
             yield (f'{path}: id {ids.max()}, first at {ids.argmax():,}, but the highest is '
-                   f'{highest}: is it of another tokenizer, or does it start with a header?')
+                   f'{highest}: is it from another tokenizer, or does it start with a header?')
 
 def check_arrays(folder, meta):
     """train.npz and perhaps test.npz: images (N, 3, H, W) uint8, labels (N,) or (N, 1)."""
@@ -411,7 +411,7 @@ def check_photos(folder):
                 classes[parts[0]] += 1
                 photos[path] = None
             elif is_photo or in_class:
-                yield f'{path}: hidden, in no class folder, or of an ending that Pillow lacks'
+                yield f'{path}: hidden, in no class folder, or with an ending unknown to Pillow'
         train = train or classes
         for name in sorted({*classes, *train}):
             if name not in train:
@@ -495,7 +495,7 @@ def check(folder):
         print(fault)
     if faults:
         fail(f'{folder}: faults: {len(faults)}')
-    print(f'{folder}: all of it was read, and nothing is wrong')
+    print(f'{folder}: everything was read, and nothing is wrong')
     return {}
 
 # ------------------------------------ prepare ------------------------------------
@@ -513,7 +513,7 @@ def lock(name):
     return file
 
 def gather(args, files, paths):
-    """The raw files, checked: --from's, or downloaded to `paths` -> where they are."""
+    """Check the raw files, from --from or downloaded to `paths` -> where they are."""
     if args.local and args.local.is_dir():
         paths = [args.local / path.name for path in paths]
     elif args.local:
@@ -529,21 +529,21 @@ def gather(args, files, paths):
     return paths
 
 def prepare(args):
-    """Make data/NAME what the arguments ask for -> what its meta.json says."""
+    """Make data/NAME as the arguments ask -> what its meta.json says."""
     make, script, _, files = DATASETS[args.name]
-    files = files[:args.parts + (args.name == 'coco')]  # its annotations are no part
+    files = files[:args.parts + (args.name == 'coco')]  # coco's annotations are not a part
     if not args.verify:
         files = [(None, None, *urls) for _, _, *urls in files]
     if isinstance(make, str):
         path = DATA / 'weights' / make
         if args.local:
-            fail(f'--from {args.local}: --init of the scripts takes it there, or put it at {path}')
+            fail(f'--from {args.local}: give it to a script as --init, or put it at {path}')
         gather(args, files, [path])
         print(f'{path} is ready\nnext: python {script}')
         return {}
     folder = DATA / (args.path.stem if args.path else args.name)
     if folder.exists():
-        fail(f'{folder} is there already: delete it to have it made anew')
+        fail(f'{folder} already exists: delete it to rebuild it')
     raw = [DATA / 'download' / url.split('/')[-1] for _, _, url, *_ in files]
     raw = gather(args, files, raw)
     out = DATA / f'{folder.name}.part'
@@ -591,7 +591,7 @@ def main(argv=None):
         with lock(args.path.stem if args.path else args.name):
             return prepare(args)
     except KeyboardInterrupt:
-        print('interrupted; run the same command again to go on', file=sys.stderr)
+        print('interrupted; run the same command again to continue', file=sys.stderr)
         raise SystemExit(130)
     except OSError as error:  # no permission, disk full
         fail(f'{error.filename or args.name}: {error.strerror or error}')

@@ -3,7 +3,7 @@ r"""Train variants of one script on the same batches and seeds, and tabulate the
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
     python experiments/compare.py attentionx_gpt --table papers --data shakespeare --seeds 11,12,13
     python experiments/compare.py attentionx_gpt --table papers --sweep learning_rate=2e-3,4e-3 \
-        --tune learning_rate --seeds 0,1,2 --test-seeds 11,12,13  # each at a rate of its own
+        --tune learning_rate --seeds 0,1,2 --test-seeds 11,12,13  # each at its own rate
     python experiments/compare.py attentionx_gpt --with mine.py --sweep attention=softmax,mine
     python experiments/compare.py attentionx_gpt --from-csv experiments/runs/gpt-common.csv
     python experiments/compare.py admm_detr --from-csv experiments/runs/detr-cross.csv --against l2
@@ -38,7 +38,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def fail(message):
-    """Stop with one line on what the user can do about it."""
+    """Exit with one line that tells the user what to do."""
     print(f'compare: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
@@ -51,7 +51,7 @@ DETR = dict(self_attention='softmax', cross_attention='softmax')
 # Optimizing Attention's problem (2) without our options; 15 iterations leave x far from solved
 HALF = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15)
 SOLVED = dict(HALF, rho=0.01, iterations=60)
-OA = dict(HALF, random_tokens=32)  # and with the paper's random tokens, which it leaves uncounted
+OA = dict(HALF, random_tokens=32)  # and with the paper's random tokens, whose number it omits
 TABLES = {
     'attentionx_gpt': {
         'papers': PAPERS,
@@ -154,7 +154,7 @@ def cases_of(script, flags, table, sweep):
             fail(f'--sweep {spec}: give FIELD=A,B; seeds are --seeds 0,1')
         cases = {f'{name} {value}'.strip(): {**settings, field.replace('-', '_'): value}
                  for name, settings in cases.items() for value in values.split(',')}
-    with contextlib.redirect_stdout(None):  # notes would come once for each case
+    with contextlib.redirect_stdout(None):  # notes would be printed once per case
         cases = {name: script.parse([*flags, *flags_of(settings)])[1]
                  for name, settings in cases.items()}
     if len({repr(settings_of(script, c)) for c in cases.values()}) < len(cases):
@@ -162,7 +162,7 @@ def cases_of(script, flags, table, sweep):
     return cases
 
 def number(text):
-    """What a csv says: a number where it is one."""
+    """A csv's text, as a number if it is one."""
     try:
         return float(text)
     except ValueError:
@@ -176,7 +176,7 @@ def settings_of(script, c):
     return {name: number(str(x)) for name, x in values.items() if str(x) not in ('', 'None')}
 
 def settings_in(script, row):
-    """The same of a row that was read."""
+    """The same fields of a row read from a csv."""
     names = {f.name for f in fields(script.Config)}
     return {name: x for name, x in row.items() if name in names}
 
@@ -247,7 +247,7 @@ def silence():
     sys.stdout = open(os.devnull, 'w')
 
 def results(jobs, workers):
-    """Yield each job's row as it finishes, with so many processes at a time."""
+    """Yield each job's row as it finishes; `workers` processes run at a time."""
     if workers == 1:
         yield from itertools.starmap(train_one, jobs)
         return
@@ -256,14 +256,14 @@ def results(jobs, workers):
         for future in as_completed([pool.submit(train_one, *job) for job in jobs]):
             yield future.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # of those that have not begun, if one failed
+        pool.shutdown(cancel_futures=True)  # those not yet begun, if one failed
 
 def train_all(script, cases, seeds, role, o):
-    """Train every case with every seed that o.csv lacks -> the rows of all of them."""
+    """Train each case and seed that o.csv lacks -> the rows of all cases and seeds."""
     versions = {'script': script.VERSION, **({'with': blob(o.extra)} if o.extra else {})}
     rows = read_rows(o.csv) if o.csv.exists() else []
     if any(row.get(key) != versions.get(key) for row in rows for key in ('script', 'with')):
-        fail(f'{o.csv} has rows of another version of {script.SCRIPT}.py, or of --with: '
+        fail(f'{o.csv} has rows from another version of {script.SCRIPT}.py, or of --with: '
              'name another file with --csv')
     wanted = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
     finished = [settings_in(script, row) for row in rows if row['role'] == role]
@@ -284,7 +284,7 @@ def train_all(script, cases, seeds, role, o):
         print(f'run {i} of {len(jobs)} done: {case}, seed {row["seed"]:g}: '
               f'{metric} {row[metric]:.4f}; about {left:.0f} min left\n', flush=True)
     rows = [row for row in read_rows(o.csv) if row['role'] == role]
-    return [dict(row, case=case) for case, c in wanted for row in rows  # under their names of now
+    return [dict(row, case=case) for case, c in wanted for row in rows  # under their current names
             if settings_in(script, row) == settings_of(script, c)]
 
 # ------------------------------------ tables ------------------------------------
@@ -328,7 +328,7 @@ def tabulate(script, rows, metric, against=None):
     """Print a line for each case: mean, difference from the first case paired by seed, the interval
     that holds at 95 % for all rows together (Bonferroni), and its own p -> a dict for each line."""
     if not rows:
-        fail('all of these runs chose, and none judges yet')
+        fail('all of these runs are for choosing; none are for judging yet')
     columns = dict.fromkeys(name for row in rows for name in row)
     if metric not in columns:
         fail(f'--metric {metric}: choose from {", ".join(columns)}')
@@ -384,7 +384,7 @@ def draw(path, metric, table):
 
 # ------------------------------------ bench ------------------------------------
 def bench(script, cases, rounds):
-    """Time a training step of every case in turn, so that noise hits all -> {case: seconds}."""
+    """Time a training step of every case in turn, so noise hits all alike -> {case: seconds}."""
     data, ready, times = script.load_data(next(iter(cases.values()))), {}, {}
     for case, c in cases.items():
         device, dtype = script.pick_device(c)
@@ -456,12 +456,12 @@ def main(argv=None):
     if 'teacher' in script.ACTIONS and not re.search('--init|init=', ' '.join(flags + o.sweep)):
         made = script.main(['teacher', *flags])
         flags += ['--init', str(made['folder'] / 'best.pt')]
-        print(f'All rows have this teacher. To continue later, add {" ".join(flags[-2:])}\n')
+        print(f'All rows share this teacher. To continue later, add {" ".join(flags[-2:])}\n')
     cases = cases_of(script, flags, o.table, o.sweep)
     if o.bench:
         return bench(script, cases, o.rounds)
     if o.tune and {f.name: f.type for f in fields(script.Config)}.get(o.tune) not in (int, float):
-        fail(f'--tune {o.tune}: a setting that is a number is needed')
+        fail(f'--tune {o.tune}: it must be a setting that is a number')
     if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if not o.csv:
@@ -482,5 +482,5 @@ if __name__ == '__main__':
     try:
         main()
     except KeyboardInterrupt:
-        print('\nstopped; the same command continues')
+        print('\nstopped; run the same command to continue')
         sys.exit(130)

@@ -8,8 +8,8 @@ r"""Three variants from other papers, for attentionx_gpt.py.
     gated           MH * sigmoid(X W_g)                                           arXiv 2505.06708
     laplacian       V - MH in one half of the heads, MH in the other              arXiv 2602.09297
 
-A variant that needs only MH and V is a function; one with parameters of its own is a subclass of
-CausalSelfAttention. Loading this file adds them to ATTENTION and does nothing else.
+A variant that needs only MH and V is a function; one with its own parameters is a subclass of
+CausalSelfAttention. Loading this file adds all three to ATTENTION and does nothing else.
 """
 import math
 import sys
