@@ -2241,9 +2241,15 @@ def test_tables_of_the_record(tmp_path):
     figures -= set(re.findall(r'\d\.\d\d+', results))
     assert not figures, f'README has {figures}, results.md does not'
 
+@wants('scipy')
+@wants('matplotlib')
 def test_pictures_of_the_texts():
-    """A text shows only pictures that figures.py draws, or that stand above their command."""
-    made = (HERE / 'experiments/figures.py').read_text('utf-8')
+    """A text shows only pictures that figures.py draws, or that stand above their command. The code
+    in method.png stands in the scripts: drawing it asserts that."""
+    figures = importlib.import_module('figures')
+    with patch.object(figures, 'save') as save:
+        figures.main()
+    made = {f'{name}.png' for (_, name), _ in save.call_args_list}
     for text in texts():
         picture = r'!\[[^\]]*\]\((?:experiments/)?([\w.]+\.png)\)(.{0,600})'
         for name, after in re.findall(picture, text, re.S):
