@@ -448,8 +448,10 @@ def main(argv=None):
     if o.from_csv:
         rows = [row for path in o.from_csv for row in read_rows(path)]
         if o.tune:
-            best = choose(script, o.tune, [r for r in rows if r['role'] == 'choosing'] or rows)
-            rows = [row for row in rows if row['case'] in best]
+            choosing = [row for row in rows if row['role'] == 'choosing'] or rows
+            best = choose(script, o.tune, choosing)
+            dropped = {row['case'] for row in choosing} - set(best)
+            rows = [row for row in rows if row['case'] not in dropped]
         rows = [row for row in rows if row['role'] == 'judging']
         return tables(script, rows, o) if rows or not best else []
 
