@@ -3,7 +3,7 @@
     python experiments/figures.py    # writes experiments/*.png; trains nothing, takes seconds
 
     method.png    what each idea passes on, its formula, and lines of its script that compute it
-    rates.png     a small GPT's validation loss by learning rate, for every variant
+    rates.png     a small GPT's validation loss by learning rate, for the papers' variants
     variants.png  every variant at its own best rate: its difference from softmax, sorted
     lengths.png   BeliefFormer's Fig. 3: how long MH and Delta are and where they point, by layer
 
@@ -26,18 +26,18 @@ BLACK, ORANGE, SKY, GREEN = '#000000', '#E69F00', '#56B4E9', '#009E73'
 BLUE, RED = '#0072B2', '#D55E00'  # so far Okabe and Ito's, then Paul Tol's
 WINE, INDIGO, OLIVE, PURPLE, BROWN = '#882255', '#332288', '#666633', '#AA4499', '#661100'
 GREY, SILVER, PALE = '#767676', '#AAAAAA', '#DDDDDD'
-VARIANTS = {  # case in a csv file: name, colour, marker, panels of rates.png
-    'softmax': ('softmax', BLACK, 'o', (0, 1)),
-    'attentionx': ('AttentionX', RED, 's', (0,)),
-    'belief': ('BeliefFormer', GREEN, '^', (0,)),
-    'belief-star': ('BeliefFormer*', BLUE, 'D', (0,)),
-    'belief-head': ('BeliefFormer per head', SKY, 'v', (1,)),
-    'attentionx-learned': ('AttentionX, learned γ', ORANGE, 'P', (1,)),
-    'attentionx-zd': ('AttentionX, zero diagonal', PURPLE, 'X', (1,)),
-    'value-skip': ('MH + V, a control', SILVER, 'p', (1,)),
-    'differential': ('differential attention', INDIGO, '<', (1,)),
-    'gated': ('gated attention', BROWN, '>', (1,)),
-    'laplacian': ('Laplacian heads', OLIVE, 'h', (1,)),
+VARIANTS = {  # case in a csv file: name, colour, marker
+    'softmax': ('softmax', BLACK, 'o'),
+    'attentionx': ('AttentionX', RED, 's'),
+    'belief': ('BeliefFormer', GREEN, '^'),
+    'belief-star': ('BeliefFormer*', BLUE, 'D'),
+    'belief-head': ('BeliefFormer per head', SKY, 'v'),
+    'attentionx-learned': ('AttentionX, learned γ', ORANGE, 'P'),
+    'attentionx-zd': ('AttentionX, zero diagonal', PURPLE, 'X'),
+    'value-skip': ('MH + V, a control', SILVER, 'p'),
+    'differential': ('differential attention', INDIGO, '<'),
+    'gated': ('gated attention', BROWN, '>'),
+    'laplacian': ('Laplacian heads', OLIVE, 'h'),
 }
 matplotlib.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': PALE,
@@ -79,8 +79,8 @@ def draw_differences(ax, below):
         (RED, r'AttentionX:  $V - \gamma\,\mathrm{MH}$,  here $\gamma = 1$'),
         (BLACK, 'v - gamma * mh'),
         (GREEN, r'BeliefFormer:  $\mathrm{MH} - \alpha V$'),
-        (BLACK, 'x - mh_v / v_v * y'),
-        (GREY, r'x: MH, y: V, $\alpha = \langle\mathrm{MH}, V\rangle\,/\,\langle V, V\rangle$')])
+        (BLACK, 'orthogonal(mh, v, (-2, -1))'),
+        (GREY, r'$\alpha = \langle\mathrm{MH}, V\rangle\,/\,\langle V, V\rangle$')])
 
 def draw_lasso(ax, below):
     K = np.array([(0.6, 2.1), (-1.3, 1.0), (2.3, -0.3), (1.3, 0.5), (-0.4, -0.6)])
@@ -95,10 +95,8 @@ def draw_lasso(ax, below):
     ax.set(xlim=(-1.4, 3.0), ylim=(-0.7, 2.5), title='Rebuild a query q from few keys k')
     explain(below, 'admm_detr.py', [
         (WINE, r'Lasso:  $\mathrm{min}_x\,\|q - x^T K\|^2 + \lambda\,\|x\|_1$'),
-        (BLACK, 'w + (q - w @ k) @ P'),
-        (GREY, 'w: coefficients, P: ridge regression'),
         (BLACK, 'F.relu(v - t) - F.relu(-v - t)'),
-        (GREY, 'v: coefficients, 0 where below t')])
+        (GREY, 'moves coefficients v to 0, by t')])
 
 def draw_masks(ax, below):
     i, j = np.indices((12, 12))
@@ -111,8 +109,7 @@ def draw_masks(ax, below):
         (INDIGO, r'Masks:  $\mathrm{softmax}(S + \log W)\,V$'),
         (INDIGO, '$W = c_1 M_1 + c_2 M_2$'),
         (BLACK, 'i - j < n'),
-        (BLACK, '(i - j >= far) & (j < n)'),
-        (GREY, '$M_1$: n = 4,  $M_2$: n = 1, far = 4')])
+        (GREY, 'for $M_1$, with n = 4')])
 
 def draw_method():
     figure = Figure(figsize=(8.6, 3.5))
@@ -131,30 +128,27 @@ OURS = [HERE / f'runs/gpt-{name}.csv' for name in ('softmax', 'attentionx', 'bel
 OTHERS = sorted(HERE.glob('runs/gpt-variants*.csv'))
 
 def draw_rates():
-    rows = compare.read_rows(HERE / 'runs/gpt-common.csv')
-    for path in OURS + OTHERS:
-        rows += [row for row in compare.read_rows(path) if row['role'] == 'choosing'
-                 and (path in OURS or row['attention'] != 'softmax')]  # one softmax is enough
     losses = defaultdict(lambda: defaultdict(list))  # {variant: {rate: losses}}
+    rows = compare.read_rows(HERE / 'runs/gpt-common.csv')
+    for path in OURS:
+        rows += [row for row in compare.read_rows(path) if row['role'] == 'choosing']
     for row in rows:
         losses[row['case'].split()[0]][row['learning_rate']].append(row['val_loss'])
-    figure, legend = Figure(figsize=(9, 4.6), layout='constrained'), {}
-    axes = figure.subplots(1, 2, sharey=True)
-    for variant, by_rate in losses.items():
-        name, colour, marker, panels = VARIANTS[variant]
-        rates = sorted(by_rate)
-        means = [np.mean(by_rate[rate]) for rate in rates]
+    figure = Figure(figsize=(7, 4))
+    ax = figure.subplots()
+    for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
+        name, colour, marker = VARIANTS[variant]
+        rates = sorted(losses[variant])
+        means = [np.mean(losses[variant][rate]) for rate in rates]
         best = np.argmin(means)
-        for i in panels:
-            legend[name], = axes[i].plot(rates, means, color=colour, marker=marker)
-            axes[i].plot(rates[best], means[best], 'o', color=colour, ms=14, mfc='none')
+        ax.plot(rates, means, color=colour, marker=marker, label=name)
+        ax.plot(rates[best], means[best], 'o', color=colour, ms=14, mfc='none')
     ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    for ax, title in zip(axes, ('The papers\' variants', 'Further variants')):
-        ax.set(xscale='log', title=title, xlabel='peak learning rate (a ring: the best tried)')
-        ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
-        ax.minorticks_off()
-    axes[0].set_ylabel('validation loss (nats per byte)')
-    figure.legend(legend.values(), legend.keys(), loc='outside lower center', ncols=4)
+    ax.set(xscale='log', xlabel='peak learning rate (a ring: the best tried)',
+           ylabel='validation loss (nats per byte)')
+    ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
+    ax.minorticks_off()
+    ax.legend()
     save(figure, 'rates')
 
 def table(paths):
@@ -170,7 +164,7 @@ def draw_variants():
     ax = figure.subplots()
     for line in lines:
         variant, rate = line['case'].split()
-        name, colour, marker, _ = VARIANTS[variant]
+        name, colour, marker = VARIANTS[variant]
         ax.errorbar(line['diff'], f'{name}, at {float(rate):g}', xerr=line['interval'],
                     color=colour, marker=marker, capsize=4, lw=2, ms=7)
     ax.invert_yaxis()
