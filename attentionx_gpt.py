@@ -651,11 +651,11 @@ def report(c, model, log, folder, data):
     draw_layers(folder / 'layers.png', log, c.n_layer)
     loss, bits = log[-1]['val_loss'], ''
     if data.val_bytes:  # bits per byte are comparable across tokenizers
-        bits = f', {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
+        bits = f', or {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
     other = 'softmax' if c.attention != 'softmax' else 'attentionx'
     return (f'\nAfter {c.prompt!r} the model writes:\n{complete(c, model)}\n\n'
-            f'result  validation loss {loss:.3f} nats per token{bits}; '
-            f'a bigram model gets {bigram_loss(data):.3f}\n'
+            f'result  validation loss {loss:.3f} nats per token '
+            f'(a bigram model: {bigram_loss(data):.3f}){bits}\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --attention {other}, or: '
             f'python {SCRIPT}.py sample --folder {folder}')

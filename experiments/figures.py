@@ -96,7 +96,8 @@ def draw_lasso(ax, below):
     explain(below, 'admm_detr.py', [
         (WINE, r'Lasso:  $\mathrm{min}_x\,\|q - x^T K\|^2 + \lambda\,\|x\|_1$'),
         (BLACK, 'F.relu(v - t) - F.relu(-v - t)'),
-        (GREY, 'moves coefficients v to 0, by t')])
+        (GREY, 'ADMM: ridge regression, then this'),
+        (GREY, 'shrinkage of coefficients v by t')])
 
 def draw_masks(ax, below):
     i, j = np.indices((12, 12))
@@ -104,6 +105,7 @@ def draw_masks(ax, below):
     ax.imshow(cells, ListedColormap(['white', INDIGO, PURPLE, PALE]), extent=(0, 12, 12, 0))
     ax.text(3.2, 1.2, '$M_1$: the last 4 tokens', color=INDIGO)
     ax.text(5.2, 3.2, '$M_2$: the first', color=PURPLE)
+    ax.text(1.6, 10.6, 'not seen', color=GREY)
     ax.set(title='See few tokens', xlabel='sees token j', ylabel='token i')
     explain(below, 'mask_distill.py', [
         (INDIGO, r'Masks:  $\mathrm{softmax}(S + \log W)\,V$'),
@@ -127,24 +129,29 @@ def draw_method():
 OURS = [HERE / f'runs/gpt-{name}.csv' for name in ('softmax', 'attentionx', 'belief')]
 OTHERS = sorted(HERE.glob('runs/gpt-variants*.csv'))
 
-def draw_rates():
-    losses = defaultdict(lambda: defaultdict(list))  # {variant: {rate: losses}}
-    rows = compare.read_rows(HERE / 'runs/gpt-common.csv')
-    for path in OURS:
-        rows += [row for row in compare.read_rows(path) if row['role'] == 'choosing']
-    for row in rows:
+def mean_losses(rows):
+    """{variant: {rate: mean validation loss}}"""
+    losses = defaultdict(lambda: defaultdict(list))
+    for row in sorted(rows, key=lambda row: row['learning_rate']):
         losses[row['case'].split()[0]][row['learning_rate']].append(row['val_loss'])
+    return {variant: {rate: np.mean(own) for rate, own in by_rate.items()}
+            for variant, by_rate in losses.items()}
+
+def draw_rates():
+    rows = [row for path in OURS for row in compare.read_rows(path)]
+    common = compare.read_rows(HERE / 'runs/gpt-common.csv')
+    lines = mean_losses([*common, *(row for row in rows if row['role'] == 'choosing')])
+    judged = mean_losses([row for row in rows if row['role'] == 'judging'])
     figure = Figure(figsize=(7, 4))
     ax = figure.subplots()
     for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
         name, colour, marker = VARIANTS[variant]
-        rates = sorted(losses[variant])
-        means = [np.mean(losses[variant][rate]) for rate in rates]
-        best = np.argmin(means)
-        ax.plot(rates, means, color=colour, marker=marker, label=name)
-        ax.plot(rates[best], means[best], 'o', color=colour, ms=14, mfc='none')
+        means = lines[variant]
+        ax.plot(means.keys(), means.values(), color=colour, marker=marker, label=name)
+        best = min(means, key=means.get)
+        ax.plot(best, judged[variant][best], 'o', color=colour, ms=14, mfc='none')
     ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    ax.set(xscale='log', xlabel='peak learning rate (a ring: the best tried)',
+    ax.set(xscale='log', xlabel='peak learning rate (a ring: 8 other seeds at the best rate)',
            ylabel='validation loss (nats per byte)')
     ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
     ax.minorticks_off()
