@@ -161,12 +161,12 @@ def fill(net):
 def load(path):
     return torch.load(path, weights_only=True)
 
-def interrupted(script, step, error=KeyboardInterrupt):
-    """A patch: Ctrl-C, or another end, while the process prepares this step."""
+def interrupted(script, step):
+    """A patch: Ctrl-C while the process prepares this step."""
     whole = script.get_batch
     def get_batch(data, c, now, micro, device):
         if now == step and micro == 0:
-            raise error
+            raise KeyboardInterrupt
         return whole(data, c, now, micro, device)
     return patch.object(script, 'get_batch', get_batch)
 
@@ -342,6 +342,7 @@ def test_gpt_initialisation():
     net, other = [make(attention='differential', seed=seed) for seed in (1, 2)]
     vectors = torch.stack([b.attn.vectors for b in (*net.transformer.h, *other.transformer.h)])
     assert len(vectors[:, 0, 0].unique()) == 4, vectors[:, 0, 0]
+    assert not torch.equal(net.lm_head.weight, other.lm_head.weight)
     close(vectors.std(), 0.1, 0.02)
     _, kept = gpt.make_optimizer(net, net.config).param_groups
     assert net.transformer.h[0].attn.vectors in {*kept['params']}
@@ -691,11 +692,10 @@ def test_vit_shapes():
     images, _ = vit.draw_shapes(200, 5)
     close(images[:, 0, :16, :16].mean(), 84.75076, 1e-4)
 
-@wants('PIL')
 def test_vit_batches(tmp_path):
     """Batch i follows from seed and i, and an epoch has all images once."""
     c = vit.Config(**SMALL_VIT, data=vit_data(tmp_path / 'data'), batch_size=4,
-                   grad_accum_steps=2, val_fraction=0.2, randaugment='fixed')
+                   grad_accum_steps=2, val_fraction=0.2)
     data = vit.load_data(c)
     def get(step, micro=0, **new):
         return vit.get_batch(data, dataclasses.replace(c, **new), step, micro, 'cpu')[0]
@@ -782,35 +782,30 @@ def test_vit_arrays(tmp_path):
 
 @wants('PIL')
 def test_vit_photos(tmp_path):
-    """A folder of photos trains and predicts; what else lies in it is left out and counted."""
-    root = tmp_path / 'photos'
-    vit_photos(root, blue=12, red=12, green=0)
+    """Folders of photos train and predict; val, or else test, is the test set, and its classes are
+    those of train; what else lies there is left out and counted."""
+    root, flags = tmp_path / 'photos', tiny(vit, tmp_path, '--data', tmp_path / 'photos')
+    vit_photos(root / 'train', blue=12, red=12, green=0)
+    vit_photos(root / 'test', red=5)
     for name in ('.ipynb_checkpoints/0.jpg', '__MACOSX/red/0.jpg', 'red/._0.jpg', 'red/notes.txt'):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(b'no photo')
-    flags = tiny(vit, tmp_path, '--data', root, '--val-fraction', 0.25, '--max-iters', 30)
-    end = run(vit, *flags)
+        (root / 'train' / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / 'train' / name).write_bytes(b'no photo')
+    end = run(vit, *flags, '--val-fraction', 0.25, '--max-iters', 30)
     assert end.code == 0 and 'left out 4 files' in end.out, (end.out, end.err)
+    assert '18 images of 2 classes, 6 for validation, 5 for testing' in end.out, end.out
     assert end.result['test_acc'] == 1 and 'test accuracy 100.0 %' in end.out, end.out
     if importlib.util.find_spec('matplotlib'):
         assert len(list(end.result['folder'].glob('*.png'))) == 3
-    red, blue = done(vit, 'predict', '--out-dir', tmp_path / 'out',
-                     '--images', root / 'red/0.jpg', root / 'blue/0.jpg')
+    photos = root / 'train/red/0.jpg', root / 'train/blue/0.jpg'
+    red, blue = done(vit, 'predict', '--out-dir', tmp_path / 'out', '--images', *photos)
     assert red[0][0] == 'red' and red[0][1] > 0.5 and blue[0][0] == 'blue', (red, blue)
     refuse(vit, ['--images'], 'predict')
-
-@wants('PIL')
-def test_vit_photos_to_test(tmp_path):
-    """val, or else test, is the test set; its classes are those of train."""
-    vit_photos(tmp_path / 'train', blue=12, red=12)
-    vit_photos(tmp_path / 'test', red=5)
-    data = vit.load_data(vit.Config(data=str(tmp_path)))
-    assert data.test[1].tolist() == [1] * 5 and len(data.train[1]) + len(data.val[1]) == 24
-    flags = tiny(vit, tmp_path, '--data', tmp_path)
-    (tmp_path / 'val').mkdir()
-    refuse(vit, [str(tmp_path / 'val'), 'no photos'], *flags)
-    vit_photos(tmp_path / 'val', yellow=2)
-    refuse(vit, [str(tmp_path / 'val'), 'yellow'], *flags)
+    with QUIET:
+        assert vit.load_data(vit.Config(data=str(root / 'train'))).classes == ['blue', 'red']
+    (root / 'val').mkdir()
+    refuse(vit, [str(root / 'val'), 'no photos'], *flags)
+    vit_photos(root / 'val', yellow=2)
+    refuse(vit, [str(root / 'val'), 'yellow'], *flags)
 
 @wants('PIL')
 def test_vit_read_photo(tmp_path):
@@ -824,9 +819,9 @@ def test_vit_read_photo(tmp_path):
             (8, (0, 1, 1, 0), (88, 0, 120, 24))):  # to train: 8 % of the area, 4:3
         want = np.asarray(noise.resize((size, size), Image.BICUBIC, box))
         assert (vit.read_photo(path, size, chance) == want).all(), box
-    for flip, step in (True, -1), (False, 1):
-        crop = vit.augment(path, [*chance, 0.1], vit.Config(flip=flip), 8)
-        assert (crop == want[:, ::step]).all(), flip
+    for flip, draw, step in (True, 0.1, -1), (True, 0.9, 1), (False, 0.1, 1):
+        crop = vit.augment(path, [*chance, draw], vit.Config(flip=flip), 8)
+        assert (crop == want[:, ::step]).all(), (flip, draw)
 
     want, root = vit.read_photo(path, 40), tmp_path / 'photos/noise/more'
     root.mkdir(parents=True)
