@@ -874,9 +874,9 @@ def test_vit_diagnose():
     net, images = vit_model(attention='belief-star'), vit_images(3)
     block, attn, (x, _) = net.blocks[0], net.blocks[0].attn, net.embed(images)
     close(attn.temperature.exp(), 6 ** -0.5, 1e-6)
-    attn.temperature.data += 1  # the scale is learned
+    attn.temperature.data -= 1  # the scale is learned
     q, k, v = attn.qkv(block.norm1(x)).view(3, 5, 3, 2, 6).permute(2, 0, 3, 1, 4)
-    q = math.e * q  # (B, nh, T, hs)
+    q = q / math.e  # (B, nh, T, hs)
     p = gpt_weights(q, k, True, vit)
     delta, delta_s = gpt_slow('belief-star', q, k, v, 1, True, vit).flatten(3)
     out = attn.proj(delta) + delta_s @ attn.proj_s.weight.T
