@@ -268,7 +268,7 @@ def test_learned_gamma():
         for p in gammas:
             assert p.shape == (2, 1) and (p == 2).all() and (p.grad != 0).all(), (p, p.grad)
 
-def test_gamma():
+def test_gamma(tmp_path):
     """The papers' choice, and what they allow."""
     for script, gamma_v1 in (gpt, 0.5), (vit, 1):
         for name, zero_diag, gamma in (('attentionx', False, 3), ('attentionx', True, 1),
@@ -277,7 +277,8 @@ def test_gamma():
             assert script.default_gamma(c) == gamma, (script.SCRIPT, name, script.default_gamma(c))
         for name, gamma in (('attentionx', 0.99), ('attentionx-learned', 0.99),
                             ('attentionx-v1', 1.01), ('attentionx-v1', 0)):
-            refuse(script, ['gamma', name], '--attention', name, '--gamma', gamma)
+            flags = tiny(script, tmp_path, '--attention', name, '--gamma', gamma)
+            refuse(script, ['--gamma', name], *flags)
 
 def test_gpt_causality_and_cache():
     """A change at token 7 shows only after it; neither cache nor dropout changes what it writes."""
