@@ -640,7 +640,7 @@ def test_vit_init_file(tmp_path):
 
 def test_vit_dropout():
     """In training alone. Stochastic depth leaves out whole images, most in the last block."""
-    net, images = vit_model(dropout=1.0), vit_images(2)
+    net, images = vit_model(dropout=1.0, drop_path=0.9), vit_images(2)
     close(net(images), vit_model()(images), 0)
     net.train()  # drops all: tokens, attention and feed-forward network
     close(net(images), net.head.bias.expand(2, -1), 1e-12)
@@ -656,8 +656,9 @@ def test_vit_dropout():
     close(blocks[1](x, (2, 2)), x, 0)
 
 def test_vit_optimizers():
-    """AdamW decays matrices alone; warmup and cosine."""
+    """AdamW decays matrices alone; SET-Adam; warmup and cosine."""
     net = vit_model()
+    assert type(vit.make_optimizer(net, vit.Config(optimizer='set-adam'))) is vit.SETAdam
     decay, keep = vit.make_optimizer(net, vit.Config(weight_decay=0.2)).param_groups
     assert (decay['weight_decay'], keep['weight_decay']) == (0.2, 0), (decay, keep)
     decays = {*decay['params']}
@@ -774,7 +775,7 @@ def test_vit_arrays(tmp_path):
     (tmp_path / 'data/meta.json').write_text('{"classes": ["red", "green"]}')
     refuse(vit, ['label 3', '2 classes'], *flags)
     for word, images, labels in (
-            ('(60, 3)', x, np.eye(3)[y]), ('-1', x, y - 1), ('float64', x, y + 0.5),
+            ('(60, 3)', x, np.eye(3, dtype=int)[y]), ('-1', x, y - 1), ('float64', x, y + 0.5),
             ('float64', x / 255, y), ('(60, 8, 8, 3)', x.transpose(0, 2, 3, 1), y)):
         np.savez(train, images=images, labels=labels)
         refuse(vit, ['train.npz', word], *flags)
