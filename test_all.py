@@ -708,7 +708,7 @@ def test_vit_batches(tmp_path):
     images = vit.normalise(data.train[0], 8, c)
     found = [int((images == x).all((1, 2, 3)).nonzero()) for x in epoch]
     assert sorted(found) == list(range(48)) != found, found
-    for step, size in ((29, 8), (30, 16), (99, 32)):  # two patches more after five epochs
+    for step, size in ((29, 8), (30, 16), (199, 32)):  # two patches more every five epochs
         images = get(step, image_size=32, first_size=8)
         assert images.shape == (4, 3, size, size), (step, images.shape)
 
