@@ -467,7 +467,8 @@ def test_gpt_init(tmp_path):
         assert end.code == 0, end.err
         assert same(load(end.result['folder'] / 'ckpt.pt')['model'], state), prefix
     nats = end.result['val_loss']
-    assert f'{nats:.3f} nats per token, {nats / math.log(2):.3f} bits' in end.out, end.out
+    assert f'{nats:.3f} nats per token' in end.out, end.out
+    assert f'or {nats / math.log(2):.3f} bits per byte' in end.out, end.out
     refuse(gpt, ['does not fit', 'size mismatch'], *flags, '--n-embd', 32)
     refuse(gpt, ['n_head 2', '--n-head 2'], *flags, '--n-head', 4)
     torch.save(dict(model=state, best=np.float64(2)), file)
