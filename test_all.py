@@ -389,18 +389,24 @@ def test_gpt_mask_tokens(tmp_path):
     ids = np.arange(3000, dtype=np.uint16) % 256
     nanogpt = {'train.bin': ids, 'val.bin': ids[:300]}  # GPT-2's tokens
     ours = {**nanogpt, 'meta.json': b'{"tokenizer": "bytes", "bytes": {"val": 300}}'}
-    wrong = {  # by what is said of it
-        '64 bits': {**ours, 'train.bin': ids.astype(np.int64)},
-        'odd number': {**ours, 'val.bin': b'abc'},
+    header = np.array([20240520, 1, 4000], '<i4').tobytes()
+    wrong = {  # by a word of what is said of it
+        '32 or 64': {**ours, 'train.bin': ids.astype(np.int64)},
+        'odd': {**ours, 'val.bin': b'abc'},
         'empty': {**ours, 'train.bin': b''},
-        'the id 455': {**ours, 'val.bin': ids[:300] + 200},
-        'not JSON': {**ours, 'meta.json': b''},
+        'missing': {'train.bin': ids},
+        'block-size': {**ours, 'val.bin': ids[:17]},
+        '50355': {**nanogpt, 'val.bin': ids[:300] + 50100},
+        'header': {**ours, 'train.bin': header + ids.tobytes()},
+        'JSON': {**ours, 'meta.json': b''},
         'llama': {**ours, 'meta.json': b'{"tokenizer": "llama"}'},
-        'meta.pkl': {**nanogpt, 'meta.pkl': b''}}
-    for name, files in dict(wrong, ours=ours, nanogpt=nanogpt).items():
-        (tmp_path / 'data' / name).mkdir(parents=True)
+        'None': {**ours, 'meta.json': b'{}'},
+        'pickle': {**nanogpt, 'meta.pkl': b''}}
+    folders = dict(enumerate(wrong.values()), ours=ours, nanogpt=nanogpt)
+    for name, files in folders.items():
+        (tmp_path / f'data/{name}').mkdir(parents=True)
         for file, content in files.items():
-            (tmp_path / 'data' / name / file).write_bytes(content)
+            (tmp_path / f'data/{name}' / file).write_bytes(content)
     for script in (gpt, mask):
         with patch.object(script, 'Path', tmp_path.joinpath):  # as if started there
             for name, vocab_size in ('ours', 256), ('data/ours', 256), ('nanogpt', 50257):
@@ -408,8 +414,8 @@ def test_gpt_mask_tokens(tmp_path):
                 assert (data.train == ids).all() and (data.val == ids[:300]).all(), name
                 assert data.vocab_size == vocab_size, (name, data.vocab_size)
                 assert script is mask or data.val_bytes == (None if name == 'nanogpt' else 300)
-            for words in wrong:
-                refuse(script, [words], *tiny(script, tmp_path, '--data', words))
+            for i, word in enumerate(wrong):
+                refuse(script, [word], *tiny(script, tmp_path, '--data', i))
 
 def test_gpt_mask_tokenizers():
     """<|endoftext|> is GPT-2's token 50256; bytes need no file."""
@@ -418,9 +424,11 @@ def test_gpt_mask_tokenizers():
         assert list(encode('é')) == [195, 169] and decode([195, 169, 255]) == 'é\ufffd'
         special, text = [], types.SimpleNamespace(
             encode=lambda text, allowed_special: special.append(allowed_special), decode=None)
+        text.encode_batch = text.encode
         with patch('tiktoken.get_encoding', lambda name: text):
             script.get_tokenizer('gpt2')[0]('a<|endoftext|>')
-        assert special == [{'<|endoftext|>'}], (script.SCRIPT, special)
+            prepare_data.get_encoder('gpt2')(['a<|endoftext|>'])
+        assert special == 2 * [{'<|endoftext|>'}], (script.SCRIPT, special)
 
 def test_gpt_mask_batches():
     """Every variant sees the same windows; step, micro-batch and seed give others."""
@@ -460,7 +468,8 @@ def test_gpt_init(tmp_path):
     flags = tiny(gpt, tmp_path, '--bias', '--max-iters', 0, '--init', file)
     state = net.state_dict()
     theirs = {**state, 'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16)}  # its mask
-    for prefix, container in ('', 'model'), ('_orig_mod.module.', 'state_dict'):
+    for prefix, container in (('', 'model'), ('model.', 'state_dict'),
+                              ('_orig_mod.module.', 'model')):
         weights = {prefix + key: p for key, p in theirs.items()}
         torch.save({container: weights, 'model_args': dict(n_head=2)}, file)
         end = run(gpt, *flags)
@@ -475,6 +484,9 @@ def test_gpt_init(tmp_path):
     refuse(gpt, ['numpy', 'state_dict'], *flags)
     torch.save(dict(state, extra=torch.ones(2)), file)
     refuse(gpt, ['extra'], *flags)
+    torch.save([*state.values()], file)
+    refuse(gpt, ['holds a list'], *flags)
+    refuse(gpt, ['no file none.pt'], *flags, '--init', 'none.pt')
 
 def test_gpt_diagnose():
     """One layer by hand; belief-star has two matrices, in this order.  [BF Eq. 15]"""
@@ -626,7 +638,7 @@ def test_vit_init_file(tmp_path):
     want, file = deit.state_dict(), tmp_path / 'deit.pth'
     flags = tiny(vit, tmp_path, '--model', 'deit-small', '--attention', 'belief-star',
                  '--init', file)
-    torch.save(dict(model=want, epoch=3), file)
+    torch.save(dict(model={'module.' + key: p for key, p in want.items()}, epoch=3), file)
     with QUIET:
         _, c = vit.parse(flags)
         state = vit.make_model(c, vit.load_data(c)).state_dict()
@@ -775,9 +787,13 @@ def test_vit_arrays(tmp_path):
     assert data.train[1].shape == (54,) and data.classes == ['0', '1', '2', '3']
     (tmp_path / 'data/meta.json').write_text('{"classes": ["red", "green"]}')
     refuse(vit, ['label 3', '2 classes'], *flags)
+    np.savez(train, images=x, labels=y % 2)  # test.npz has the label 2
+    refuse(vit, ['label 2', '2 classes'], *flags)
     for word, images, labels in (
             ('(60, 3)', x, np.eye(3, dtype=int)[y]), ('-1', x, y - 1), ('float64', x, y + 0.5),
-            ('float64', x / 255, y), ('(60, 8, 8, 3)', x.transpose(0, 2, 3, 1), y)):
+            ('allow_pickle', x, y.astype(object)), ('(60, 3, 8)', x[..., 0], y),
+            ('(0, 3, 8, 8)', x[:0], y[:0]), ('float64', x / 255, y),
+            ('(60, 8, 8, 3)', x.transpose(0, 2, 3, 1), y)):
         np.savez(train, images=images, labels=labels)
         refuse(vit, ['train.npz', word], *flags)
     train.write_bytes(b'no archive')
@@ -805,6 +821,7 @@ def test_vit_photos(tmp_path):
     refuse(vit, ['--images'], 'predict')
     with QUIET:
         assert vit.load_data(vit.Config(data=str(root / 'train'))).classes == ['blue', 'red']
+    refuse(vit, ['train/CLASS'], *flags, '--data', root / 'train/red')  # a single class
     (root / 'val').mkdir()
     refuse(vit, [str(root / 'val'), 'no photos'], *flags)
     vit_photos(root / 'val', yellow=2)
@@ -1354,23 +1371,33 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
     every = lambda n, bbox: dict(annotations=n * [dict(one, bbox=bbox)])
     for words, changes in (
             (['annotation 1', 'bbox None'], first(bbox=None)),
+            (['annotation 1', '[]'], first(bbox=[])),
             (['annotation 1', "'5'"], first(bbox=['10', '5', '20', '10'])),
             (['annotation 1', 'nan'], first(bbox=[1, 2, math.nan, 4])),
-            (['annotation 1', 'outside', '40 x 30'], first(bbox=[41, 2, 3, 4])),
+            *((['annotation 1', 'outside', '40 x 30'], first(bbox=bbox))
+              for bbox in ([41, 2, 3, 4], [-4, 2, 3, 4], [1, 31, 3, 4], [1, -5, 3, 4])),
             (['annotation 1', 'image_id 99'], first(image_id=99)),
             (['annotation 2', 'category_id 4'], dict(categories=COCO['categories'][:1])),
-            (['category id -1'], dict(categories=[*COCO['categories'], dict(id=-1, name='no')])),
+            *(([f'category id {i!r}'], dict(categories=[dict(id=i, name='no')]))
+              for i in (-1, 10 ** 5, 'cat')),
             (['fractions'], every(4, [0.1, 0.1, 0.2, 0.3])),
             (['corners'], every(12, [9, 9, 39, 29])),
-            (['b.png', 'width', '[0, 30]'], dict(images=[dict(image, width=0), other])),
+            *((['b.png', 'width', f'[{w!r}, 30]'], dict(images=[dict(image, width=w), other]))
+              for w in (0, '40')),
             (['has no', 'c.png'], dict(images=[image, dict(other, file_name='c.png')])),
             (['(30, 60)', '(20, 30)'], dict(images=[image, dict(other, width=20, height=30)])),
             (['no object'], dict(annotations=rest[1:])),
+            (["COCO's form", 'image_id'], dict(annotations=[dict(id=1)])),
             (["COCO's form", 'NoneType'], dict(categories=None))):
         annotate(tmp_path, 'val2017', **changes)
         refuse(detr, ['val2017', *words], *flags)
     annotate(tmp_path, 'val2017', categories=[*COCO['categories'], dict(id=1, name='cow')])
     refuse(detr, ['differ'], *flags)
+    file = tmp_path / 'annotations/instances_val2017.json'
+    file.write_text('{"images": [')
+    refuse(detr, [str(file), 'JSON'], *flags)
+    file.unlink()
+    refuse(detr, [str(file), "COCO's form"], *flags)
     annotate(tmp_path, 'val2017')
     refuse(detr, ['no object'], *flags, '--eval-rows', 1)
     refuse(detr, ['train2017'], *flags, '--data', tmp_path / 'annotations')
@@ -1407,6 +1434,9 @@ def test_detr_photos(tmp_path):
     greys = np.arange(0, 60000, 50, np.uint16).reshape(30, 40)
     Image.fromarray(greys).save(path)
     assert np.array_equal(np.asarray(detr.read_photo(path))[..., 0], greys // 256)
+    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / 'float.tif')
+    with unittest.TestCase().assertRaisesRegex(OSError, 'float.tif.*no known range'):
+        detr.read_photo(tmp_path / 'float.tif')
 
 @wants('PIL')
 @wants('matplotlib')
@@ -1422,7 +1452,7 @@ def test_detr_detects(tmp_path):
     assert 'classes cat, dot' in end.out, end.out
     names = {file.name for file in tmp_path.glob('out/*/*/*.png')}
     assert names == {'curves.png', 'detections.png', 'found-1-a.png', 'found-2-b.png'}, names
-    photos[0].write_bytes(b'damaged')
+    photos[0].write_bytes(photos[0].read_bytes()[:-99])
     refuse(detr, ['a.png'], *detect, '--images', photos[0])
     refuse(detr, ['--images'], *detect)
     model = detr.DETR(detr_config(stride=8, cross_attention='no-weights')).to(DEVICE).eval()
@@ -1581,9 +1611,10 @@ def test_mask_teacher_files(tmp_path):
     net, idx = mask.GPT2(mask_config(vocab_size=256)), torch.arange(12)[None]
     plain = {f'transformer.{key}': p for key, p in net.state_dict().items()}
     plain.update({'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16),
+                  'transformer.h.0.attn.masked_bias': torch.tensor(-1e4),
                   'lm_head.weight': plain['transformer.wte.weight'].clone()})
     file, other = tmp_path / 'model.bin', tmp_path / 'model.safetensors'
-    torch.save(plain, file)
+    torch.save({f'module.{key}': p for key, p in plain.items()}, file)
     flags = tiny(mask, tmp_path, '--init', file)
     refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
     close(mask.load_gpt2(file, 2)(idx), net(idx), 0)
@@ -1822,6 +1853,8 @@ def test_prep_text_and_mistakes(tmp_path):
         for words, answer in mistakes.items():
             refuse(prepare_data, [answer], *words.split())
         assert contents(tmp_path / 'data') == before
+        latin.write_bytes(b'short')
+        refuse(prepare_data, ['longer text'], 'text', latin, '--tokenizer', 'bytes')
     text = PROSE.replace('\r\n', '\n')
     cut = len(text) * 9 // 10
     for split, part in (('train', text[:cut].encode()), ('val', text[cut:].encode())):
@@ -1898,24 +1931,29 @@ def finds(path, *faults):
 def test_prep_check_tokens_and_arrays(tmp_path):
     ids, ours = np.arange(256, dtype='<u2'), b'{"tokenizer": "bytes"}'
     for train, meta, *faults in [
-            (ids, ours), (b'abcde', ours, '5 bytes'), (ids.astype('<i8'), ours, '64 bits'),
+            (ids, ours), (b'abcde', ours, '5 bytes'), (b'', ours, ' 0 bytes'),
+            (ids.astype('<i8'), ours, '64 bits'),
             (np.array([20240520, 1]), ours, 'header'), (ids + 1, ours, 'id 256, first at 255'),
-            (ids, b'', 'JSON'), (ids, b'{"a":1}', 'None')]:
+            (ids, b'', 'JSON'), (ids, b'[1]', 'JSON'), (ids, b'{"a":1}', 'None')]:
         for name, data in {'train.bin': train, 'val.bin': ids, 'meta.json': meta}.items():
             (tmp_path / name).write_bytes(data)
         finds(tmp_path, *faults)
     (tmp_path / 'meta.json').rename(tmp_path / 'meta.pkl')
-    finds(tmp_path, 'character level')
+    (tmp_path / 'val.bin').unlink()
+    finds(tmp_path, 'character level', 'val.bin: 0 bytes')
     (tmp_path / 'meta.pkl').unlink()
     x, y = np.zeros((4, 3, 2, 2), np.uint8), np.array([[0], [1], [2], [1]])
     np.savez(tmp_path / 'test.npz', images=x, labels=y)
     for images, labels, *faults in [
-            (x, y), (x, np.eye(4), 'labels are'), (x, y / 2, 'labels are'),
-            (x / 2, y, 'images are'), (x[:, :1], y, 'images'),
+            (x, y), (x, np.eye(4, dtype=int), 'labels are int'), (x, y / 2, 'labels are f'),
+            (x / 2, y, 'images are'), (x[:, :1], y, 'images are'), (x[..., 0], y, 'images are'),
+            (x[:0], y[:0], 'images are', 'class 0', 'label 1', 'label 2'),
             (x, y - 1, 'label -1 of image 0', 'test.npz: label 2 of image 2'),
             (x, y // 2 * 2, 'class 1 (1) has no')]:
         np.savez(tmp_path / 'train.npz', images=images, labels=labels)
         finds(tmp_path, *faults)
+    (tmp_path / 'train.npz').write_bytes(b'no archive')
+    finds(tmp_path, 'train.npz')
 
 @wants('PIL')
 def test_prep_check_photos_and_coco(tmp_path):
@@ -1928,12 +1966,17 @@ def test_prep_check_photos_and_coco(tmp_path):
             Image.new(kind, (8, 6)).save(tmp_path / name)
     save(*[f'photos/{name}/{label}/1.png' for name in ('train', 'val') for label in 'ab'])
     finds(photos)
+    save('one/a/1.png')
+    finds(tmp_path / 'one', '1 class folders')
     save('photos/train/a/._1.png', 'photos/train/2.png', 'photos/val/c/1.png')
+    save('photos/train/__MACOSX/1.png')
     save('photos/train/a/3.png', kind='I;16')
+    save('photos/train/a/4.tif', kind='F')
     (photos / 'train/a/1.heic').touch()
     (photos / 'train/d').mkdir()
-    finds(photos, 'train/2.png', 'a/._1.png: hidden', '1.heic', 'train/d: a class without',
-          'val/c: train has no', 'val/d: a class without', 'a/3.png: 16 bits')
+    finds(photos, 'train/2.png', '__MACOSX/1.png: hidden', 'a/._1.png: hidden', '1.heic',
+          'train/d: a class without', 'val/c: train has no', 'val/d: a class without',
+          'a/3.png: 16 bits', 'a/4.tif: 16 bits')
     images = [dict(id=i, file_name=f'{i}.png', width=8, height=6) for i in range(4)]
     notes = [dict(id=i, image_id='3', category_id=1, bbox=[1, 2, 3, 4]) for i in range(9)]
     save(*[f'coco/val2017/{i}.png' for i in range(4)])
@@ -2406,6 +2449,8 @@ def test_mistakes(tmp_path):
                 flag = '--' + field.name
                 lowest = script.LOWEST.get(field.name, 0)
                 refuse(script, [field.name, f'from {lowest} to'], flag, lowest - 1)
+        for name in ('batch_size', 'grad_accum_steps', 'eval_interval', 'log_interval'):
+            refuse(script, [name, 'from 1'], '--' + name, 0)
         for name, highest in script.HIGHEST.items():
             flag = '--' + name
             refuse(script, [name, f'to {highest}'], flag, highest + 1)
@@ -2435,6 +2480,17 @@ def test_mistakes_of_one_script(tmp_path):
             (mask, ['--vocab-size 100'], '--vocab-size', 100),
             (mask, ['--block-size 5000'], '--block-size', 5000)):
         refuse(script, words, *tiny(script, tmp_path), *wrong)
+    for script, value, names in (
+            (gpt, 0, 'n_layer n_head n_embd block_size eval_rows'),
+            (vit, 0, 'image_size patch_size embed_dim depth num_heads head_size mlp_dim'),
+            (detr, 0, 'iterations hidden_dim nheads enc_layers dec_layers dim_feedforward'),
+            (detr, 0, 'num_queries image_size sparsity rho'), (mask, 0, 'n_layer n_embd block_size'),
+            (gpt, 1, 'dropout beta1 beta2'), (gpt, 1.1, 'min_lr_ratio'), (vit, 1, 'drop_path'),
+            (vit, 1.1, 'dropout val_fraction label_smoothing min_lr_ratio'), (detr, 1, 'dropout'),
+            (detr, 1.1, 'sparsity lr_backbone_ratio min_lr_ratio threshold'),
+            (mask, 1.1, 'min_lr_ratio')):
+        for name in names.split():
+            refuse(script, [name, 'must be from'], '--' + name, value)
 
 def test_mistakes_lose_no_checkpoint(tmp_path):
     """A full disk leaves the older file; one that is damaged, foreign or a trap is refused."""
