@@ -721,6 +721,8 @@ class CocoFolder:
             # labels are category ids, as in DETR, so some labels belong to no class
             self.classes = [names.get(i, '') for i in range(max(names) + 1)]
             images = {as_number(image['id']): image for image in content['images']}
+            if len(images) < len(content['images']):
+                fail(f'{self.path}: some of its images have the same id')
             self.images = [images[i] for i in sorted(images)]
             for i, image in images.items():
                 size = [image.get('width'), image.get('height')]
@@ -1396,7 +1398,7 @@ def read_weights(path, **settings):
         if theirs.get(name, value) != value:
             fail(f'{path} has {name} {theirs[name]}, not {value}: '
                  f'give --{name.replace("_", "-")} {theirs[name]}')
-    for container in ('model', 'state_dict'):
+    for container in ('model', 'state_dict', 'model_state_dict'):
         if isinstance(saved.get(container), dict):
             saved = saved[container]
     wrappers = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning

@@ -526,12 +526,16 @@ def load_folder(folder):
             test = load_arrays(folder / 'test.npz')
         classes = [str(i) for i in range(train[1].max() + 1)]
         if (folder / 'meta.json').exists():
-            classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
+            try:
+                classes = list(json.loads((folder / 'meta.json').read_text('utf-8'))['classes'])
+            except (ValueError, TypeError, KeyError):
+                fail(f'{folder}/meta.json is not JSON with a list of `classes`')
         return train, test, classes
     root = folder / 'train' if (folder / 'train').is_dir() else folder
     paths, names = list_photos(root)
     classes, labels = np.unique(names, return_inverse=True)
-    if len(classes) < 2:
+    # folders that are splits, but by other names than ours, are no classes
+    if len(classes) < 2 or {'val', 'valid', 'validation', 'test'} & {x.lower() for x in classes}:
         fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
     held_out = folder / 'val' if (folder / 'val').is_dir() else folder / 'test'
     if root != folder and held_out.is_dir():
@@ -1084,7 +1088,7 @@ def read_weights(path, **settings):
         if theirs.get(name, value) != value:
             fail(f'{path} has {name} {theirs[name]}, not {value}: '
                  f'give --{name.replace("_", "-")} {theirs[name]}')
-    for container in ('model', 'state_dict'):
+    for container in ('model', 'state_dict', 'model_state_dict'):
         if isinstance(saved.get(container), dict):
             saved = saved[container]
     wrappers = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning

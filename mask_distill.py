@@ -478,17 +478,19 @@ def read_meta(folder):
     if not path.exists() and (folder / 'meta.pkl').exists():
         fail(f'{folder}/meta.pkl defines its own characters, and a pickle could run code: make '
              'tokens from the text with `python prepare_data.py text FILE --tokenizer bytes`')
+    if not path.exists():
+        return dict(tokenizer='gpt2')
     try:
-        meta = json.loads(path.read_text('utf-8')) if path.exists() else dict(tokenizer='gpt2')
-    except ValueError:
-        fail(f'{path} is not JSON')
+        meta = dict(json.loads(path.read_text('utf-8')))
+    except (ValueError, TypeError):
+        fail(f'{path} is not a JSON object')
     if meta.get('tokenizer') not in VOCAB_SIZE:
         fail(f'{path} names the tokenizer {meta.get("tokenizer")}: it must be bytes or gpt2')
     return meta
 
 def load_data(c):
     """c.data -> train and val (uint16 tokens), their tokenizer, the size of its vocabulary."""
-    folder = Path(c.data if c.data.startswith('data/') else f'data/{c.data}')
+    folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if folder.is_dir():
         tokenizer = read_meta(folder)['tokenizer']
         train, val = [read_tokens(folder / name, tokenizer) for name in ('train.bin', 'val.bin')]
@@ -551,6 +553,8 @@ def make_model(c, data):
     from data and --init; a saved c, with no data, is complete."""
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))  # your own data may not say
     if c.stage == 'teacher':
+        if 0 < c.positions < c.block_size:
+            fail(f'--positions {c.positions} must be at least --block-size {c.block_size}')
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
     if c.resume or not data:  # a checkpoint holds the weights of both
         return substitute(GPT2(c), c)
@@ -962,7 +966,7 @@ def read_weights(path, **settings):
         if theirs.get(name, value) != value:
             fail(f'{path} has {name} {theirs[name]}, not {value}: '
                  f'give --{name.replace("_", "-")} {theirs[name]}')
-    for container in ('model', 'state_dict'):
+    for container in ('model', 'state_dict', 'model_state_dict'):
         if isinstance(saved.get(container), dict):
             saved = saved[container]
     wrappers = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning

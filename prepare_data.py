@@ -446,7 +446,7 @@ def check_coco(folder):
         photos, sizes = {}, {}
         try:
             data = json.loads(path.read_bytes())
-            notes = data['annotations']
+            notes = [dict(note) for note in data['annotations']]
             names = {str(category['id']): category['name'] for category in data['categories']}
             for image in data['images']:
                 size = int(image['width']), int(image['height'])

@@ -398,7 +398,8 @@ def test_gpt_mask_tokens(tmp_path):
         'block-size': {**ours, 'val.bin': ids[:17]},
         '50355': {**nanogpt, 'val.bin': ids[:300] + 50100},
         'header': {**ours, 'train.bin': header + ids.tobytes()},
-        'JSON': {**ours, 'meta.json': b''},
+        'not a JSON': {**ours, 'meta.json': b''},
+        'JSON object': {**ours, 'meta.json': b'[1]'},
         'llama': {**ours, 'meta.json': b'{"tokenizer": "llama"}'},
         'None': {**ours, 'meta.json': b'{}'},
         'pickle': {**nanogpt, 'meta.pkl': b''}}
@@ -409,7 +410,8 @@ def test_gpt_mask_tokens(tmp_path):
             (tmp_path / f'data/{name}' / file).write_bytes(content)
     for script in (gpt, mask):
         with patch.object(script, 'Path', tmp_path.joinpath):  # as if started there
-            for name, vocab_size in ('ours', 256), ('data/ours', 256), ('nanogpt', 50257):
+            for name, vocab_size in (('ours', 256), ('data/ours', 256), ('nanogpt', 50257),
+                                     (str(tmp_path / 'data/ours'), 256)):
                 data = script.load_data(script.Config(data=name, block_size=16))
                 assert (data.train == ids).all() and (data.val == ids[:300]).all(), name
                 assert data.vocab_size == vocab_size, (name, data.vocab_size)
@@ -467,9 +469,10 @@ def test_gpt_init(tmp_path):
     net, file = gpt_model(torch.float32, 'cpu', vocab_size=256, bias=True), tmp_path / 'nano.pt'
     flags = tiny(gpt, tmp_path, '--bias', '--max-iters', 0, '--init', file)
     state = net.state_dict()
-    theirs = {**state, 'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16)}  # its mask
+    theirs = {**state, 'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16),  # its mask
+              'transformer.h.0.attn.rotary.inv_freq': torch.ones(4)}
     for prefix, container in (('', 'model'), ('model.', 'state_dict'),
-                              ('_orig_mod.module.', 'model')):
+                              ('_orig_mod.module.', 'model_state_dict')):
         weights = {prefix + key: p for key, p in theirs.items()}
         torch.save({container: weights, 'model_args': dict(n_head=2)}, file)
         end = run(gpt, *flags)
@@ -639,15 +642,16 @@ def test_vit_init_file(tmp_path):
     flags = tiny(vit, tmp_path, '--model', 'deit-small', '--attention', 'belief-star',
                  '--init', file)
     torch.save(dict(model={'module.' + key: p for key, p in want.items()}, epoch=3), file)
-    with QUIET:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         _, c = vit.parse(flags)
         state = vit.make_model(c, vit.load_data(c)).state_dict()
+    assert 'new: blocks.0.attn.proj_s.weight' in out.getvalue(), out.getvalue()
     want['pos_embed'] = vit.resize_positions(want['pos_embed'], (2, 2))
     for key, p in state.items():
         new = key.startswith('head') or 'proj_s' in key
         assert new and len(p) in (3, 12) or torch.equal(p, want[key]), key
-    torch.save(dict(want, **{'norm.bias': torch.zeros(7)}), file)
-    refuse(vit, ['norm.bias'], *flags)
+    torch.save(dict(want, **{'norm.bias': torch.zeros(7), 'more': torch.ones(1)}), file)
+    refuse(vit, ['norm.bias', 'more'], *flags)
     torch.save(dict(model=want, config=dict(num_heads=3)), file)
     refuse(vit, ['num_heads 3', '--num-heads 3'], *flags)
 
@@ -789,6 +793,9 @@ def test_vit_arrays(tmp_path):
     refuse(vit, ['label 3', '2 classes'], *flags)
     np.savez(train, images=x, labels=y % 2)  # test.npz has the label 2
     refuse(vit, ['label 2', '2 classes'], *flags)
+    for meta in '', '{}', '[]':
+        (tmp_path / 'data/meta.json').write_text(meta)
+        refuse(vit, ['meta.json', 'classes'], *flags)
     for word, images, labels in (
             ('(60, 3)', x, np.eye(3, dtype=int)[y]), ('-1', x, y - 1), ('float64', x, y + 0.5),
             ('allow_pickle', x, y.astype(object)), ('(60, 3, 8)', x[..., 0], y),
@@ -822,6 +829,9 @@ def test_vit_photos(tmp_path):
     with QUIET:
         assert vit.load_data(vit.Config(data=str(root / 'train'))).classes == ['blue', 'red']
     refuse(vit, ['train/CLASS'], *flags, '--data', root / 'train/red')  # a single class
+    vit_photos(tmp_path / 'kaggle/training', red=9)
+    vit_photos(tmp_path / 'kaggle/Validation', red=9)
+    refuse(vit, ['train/CLASS'], *flags, '--data', tmp_path / 'kaggle')
     (root / 'val').mkdir()
     refuse(vit, [str(root / 'val'), 'no photos'], *flags)
     vit_photos(root / 'val', yellow=2)
@@ -1384,6 +1394,7 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
             (['corners'], every(12, [9, 9, 39, 29])),
             *((['b.png', 'width', f'[{w!r}, 30]'], dict(images=[dict(image, width=w), other]))
               for w in (0, '40')),
+            (['the same id'], dict(images=[image, dict(other, id='8')])),
             (['has no', 'c.png'], dict(images=[image, dict(other, file_name='c.png')])),
             (['(30, 60)', '(20, 30)'], dict(images=[image, dict(other, width=20, height=30)])),
             (['no object'], dict(annotations=rest[1:])),
@@ -1400,6 +1411,8 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
     refuse(detr, [str(file), "COCO's form"], *flags)
     annotate(tmp_path, 'val2017')
     refuse(detr, ['no object'], *flags, '--eval-rows', 1)
+    annotate(tmp_path, 'train2017', annotations=rest[1:])
+    refuse(detr, ['train2017', 'no object'], *flags)
     refuse(detr, ['train2017'], *flags, '--data', tmp_path / 'annotations')
     assert not (tmp_path / 'out').exists()
 
@@ -1493,6 +1506,7 @@ def test_detr_init_files(tmp_path):
     assert same(net.backbone[0]['body'].state_dict(), body)
     torch.save({**body, 'layer3.6.conv1.weight': torch.ones(1)}, file)  # a ResNet-101
     refuse(detr, ['layer3.6.conv1.weight'], *flags, '--backbone', 'resnet50')
+    refuse(detr, ['prepare_data.py detr-r50'], *flags, '--init', 'none.pth')
 
 def test_detr_paper_preset():
     """300 epochs of 118,287 photos, the last 100 at a tenth of the rate; DETR's own settings."""
@@ -1957,13 +1971,13 @@ def test_prep_check_tokens_and_arrays(tmp_path):
 
 @wants('PIL')
 def test_prep_check_photos_and_coco(tmp_path):
-    """In clean folders nothing is wrong; in one with ten different faults ten things are."""
+    """In clean folders nothing is wrong; in others every fault is listed."""
     from PIL import Image
     photos, coco = tmp_path / 'photos', tmp_path / 'coco'
-    def save(*names, kind='RGB'):
+    def save(*names, kind='RGB', **more):
         for name in names:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            Image.new(kind, (8, 6)).save(tmp_path / name)
+            Image.new(kind, (8, 6)).save(tmp_path / name, **more)
     save(*[f'photos/{name}/{label}/1.png' for name in ('train', 'val') for label in 'ab'])
     finds(photos)
     save('one/a/1.png')
@@ -1978,22 +1992,36 @@ def test_prep_check_photos_and_coco(tmp_path):
           'train/d: a class without', 'val/c: train has no', 'val/d: a class without',
           'a/3.png: 16 bits', 'a/4.tif: 16 bits')
     images = [dict(id=i, file_name=f'{i}.png', width=8, height=6) for i in range(4)]
-    notes = [dict(id=i, image_id='3', category_id=1, bbox=[1, 2, 3, 4]) for i in range(9)]
+    notes = [dict(id=i, image_id='3', category_id=1, bbox=[1, 2, 3, 4]) for i in range(12)]
     save(*[f'coco/val2017/{i}.png' for i in range(4)])
+    on_its_side = Image.Exif()
+    on_its_side[0x0112] = 6
+    save('coco/val2017/4.png', exif=on_its_side)
+    images.append(dict(id=4, file_name='4.png', width=6, height=8))
     form = dict(images=images, categories=[dict(id=1, name='cup')])
     annotate(coco, 'val2017', annotations=notes, **form)
     finds(coco)
+    shutil.copytree(coco / 'val2017', coco / 'train2017')
+    other = dict(form, categories=[dict(id=1, name='mug')])
+    annotate(coco, 'train2017', annotations=notes, **other)
+    finds(coco, 'different categories')
+    shutil.rmtree(coco / 'train2017')
     images[0]['width'] = 9
     (coco / 'val2017/1.png').unlink()
     (coco / 'val2017/2.png').write_bytes(b'')
     wrong = [dict(bbox=None), dict(bbox=[1, 2, 3, '4']), dict(bbox=[1, 2, 0, 4]),
-             dict(bbox=[9, 2, 3, 4]), dict(bbox=[.1, .2, .3, .4]), dict(image_id=9),
-             dict(category_id=2)]
-    annotate(coco, 'val2017', annotations=[{**notes[i], **wrong[i]} for i in range(7)], **form)
-    ten = ['0.png', '1.png', '2.png', *[f'annotation {i}:' for i in range(7)]]
-    finds(coco, *ten)
+             dict(bbox=[9, 2, 3, 4]), dict(bbox=[1, 7, 3, 4]), dict(bbox=[-4, 2, 3, 4]),
+             dict(bbox=[1, -5, 3, 4]), dict(bbox=[]), dict(bbox=[.1, .2, .3, .4]),
+             dict(image_id=9), dict(category_id=2)]
+    annotate(coco, 'val2017', annotations=[{**a, **b} for a, b in zip(notes, wrong)], **form)
+    damaged = ['0.png', '1.png', '2.png']
+    finds(coco, *damaged, *[f'annotation {i}:' for i in range(len(wrong))])
     annotate(coco, 'val2017', annotations=[], **form)
-    finds(coco, *ten[:3], 'no objects')
+    finds(coco, *damaged, 'no objects')
+    annotate(coco, 'val2017', annotations=None, **form)
+    finds(coco, "COCO's form")
+    shutil.rmtree(coco / 'val2017')
+    finds(coco, 'no folder train2017')
 
 # -------------------------------- what all four scripts share --------------------------------
 def source(script):
@@ -2478,19 +2506,19 @@ def test_mistakes_of_one_script(tmp_path):
               for bad in ('nonsense', '', 'window', 'window:0')),
             (mask, ['--n-head 3'], '--n-head', 3),
             (mask, ['--vocab-size 100'], '--vocab-size', 100),
-            (mask, ['--block-size 5000'], '--block-size', 5000)):
+            (mask, ['--block-size 5000'], '--block-size', 5000),
+            (mask, ['--positions 3'], '--positions', 3)):
         refuse(script, words, *tiny(script, tmp_path), *wrong)
-    for script, value, names in (
-            (gpt, 0, 'n_layer n_head n_embd block_size eval_rows'),
-            (vit, 0, 'image_size patch_size embed_dim depth num_heads head_size mlp_dim'),
-            (detr, 0, 'iterations hidden_dim nheads enc_layers dec_layers dim_feedforward'),
-            (detr, 0, 'num_queries image_size sparsity rho'), (mask, 0, 'n_layer n_embd block_size'),
-            (gpt, 1, 'dropout beta1 beta2'), (gpt, 1.1, 'min_lr_ratio'), (vit, 1, 'drop_path'),
-            (vit, 1.1, 'dropout val_fraction label_smoothing min_lr_ratio'), (detr, 1, 'dropout'),
-            (detr, 1.1, 'sparsity lr_backbone_ratio min_lr_ratio threshold'),
-            (mask, 1.1, 'min_lr_ratio')):
-        for name in names.split():
-            refuse(script, [name, 'must be from'], '--' + name, value)
+    for script, positive, shares in (
+            (gpt, 'n_layer n_head n_embd block_size eval_rows', 'dropout beta1 beta2'),
+            (vit, 'image_size patch_size embed_dim depth num_heads head_size mlp_dim',
+             'dropout drop_path val_fraction label_smoothing'),
+            (detr, 'iterations hidden_dim nheads enc_layers dec_layers dim_feedforward num_queries '
+             'image_size sparsity rho', 'dropout sparsity lr_backbone_ratio threshold'),
+            (mask, 'n_layer n_embd block_size', '')):
+        for value, names in (0, positive), (1.1, shares + ' min_lr_ratio'):
+            for name in names.split():
+                refuse(script, [name, 'must be from'], '--' + name, value)
 
 def test_mistakes_lose_no_checkpoint(tmp_path):
     """A full disk leaves the older file; one that is damaged, foreign or a trap is refused."""
