@@ -645,7 +645,7 @@ def test_vit_init_file(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         _, c = vit.parse(flags)
         state = vit.make_model(c, vit.load_data(c)).state_dict()
-    assert 'new: blocks.0.attn.proj_s.weight' in out.getvalue(), out.getvalue()
+    assert 'pth: blocks.0.attn.proj_s.weight' in out.getvalue(), out.getvalue()
     want['pos_embed'] = vit.resize_positions(want['pos_embed'], (2, 2))
     for key, p in state.items():
         new = key.startswith('head') or 'proj_s' in key
@@ -1448,7 +1448,7 @@ def test_detr_photos(tmp_path):
     Image.fromarray(greys).save(path)
     assert np.array_equal(np.asarray(detr.read_photo(path))[..., 0], greys // 256)
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / 'float.tif')
-    with unittest.TestCase().assertRaisesRegex(OSError, 'float.tif.*no known range'):
+    with unittest.TestCase().assertRaisesRegex(OSError, 'float.tif.*unknown range'):
         detr.read_photo(tmp_path / 'float.tif')
 
 @wants('PIL')
