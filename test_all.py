@@ -1640,6 +1640,7 @@ def test_mask_teacher_files(tmp_path):
     config.write_text('{"n_head": 2}')
     close(mask.load_gpt2(file, 4)(idx), net(idx), 0)
     refuse(mask, ['16 positions'], *flags, '--block-size', 17)
+    refuse(mask, ['has n_layer 2', '--n-layer 2'], *flags, '--n-layer', 5)
     if importlib.util.find_spec('safetensors'):
         importlib.import_module('safetensors.torch').save_file(plain, other)
         close(mask.load_gpt2(other)(idx), net(idx), 0)
