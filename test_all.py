@@ -2477,13 +2477,13 @@ def test_mistakes(tmp_path):
             if field.type in (int, float) and field.name not in script.CHOICES:
                 flag = '--' + field.name
                 lowest = script.LOWEST.get(field.name, 0)
-                refuse(script, [field.name, f'from {lowest} to'], flag, lowest - 1)
+                refuse(script, [field.name, f'from {lowest} to'], *flags, flag, lowest - 1)
         for name in ('batch_size', 'grad_accum_steps', 'eval_interval', 'log_interval'):
-            refuse(script, [name, 'from 1'], '--' + name, 0)
+            refuse(script, [name, 'from 1'], *flags, '--' + name, 0)
         for name, highest in script.HIGHEST.items():
             flag = '--' + name
-            refuse(script, [name, f'to {highest}'], flag, highest + 1)
-            refuse(script, [name], flag, 'nan')
+            refuse(script, [name, f'to {highest}'], *flags, flag, highest + 1)
+            refuse(script, [name], *flags, flag, 'nan')
         if not torch.cuda.is_available():
             refuse(script, ['--device cuda'], *flags, '--device', 'cuda')
         with patch.object(script, 'WORLD', 2):
@@ -2519,7 +2519,8 @@ def test_mistakes_of_one_script(tmp_path):
             (mask, 'n_layer n_embd block_size', '')):
         for value, names in (0, positive), (1.1, shares + ' min_lr_ratio'):
             for name in names.split():
-                refuse(script, [name, 'must be from'], '--' + name, value)
+                flags = tiny(script, tmp_path, '--' + name, value)
+                refuse(script, [name, 'must be from'], *flags)
 
 def test_mistakes_lose_no_checkpoint(tmp_path):
     """A full disk leaves the older file; one that is damaged, foreign or a trap is refused."""
