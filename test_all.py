@@ -2083,10 +2083,15 @@ def test_tables_of_the_record(tmp_path):
             assert ours == theirs, f'{flags}: results.md has\n{ours}\nand the csv gives\n{theirs}'
         for line in end.result:
             low, high = line['diff'] - line['interval'], line['diff'] + line['interval']
-            intervals |= {f'{low:+.3f} to {high:+.3f}', f'{100 * low:+.1f} to {100 * high:+.1f}'}
-    for text in (readme, results):
-        claimed = re.findall(r'[+-][\d.]+ to [+-][\d.]+', text.replace('\N{MINUS SIGN}', '-'))
-        assert claimed and set(claimed) <= intervals, set(claimed) - intervals
+            intervals |= {f'{low:+.3f} to {high:+.3f}', f'{100 * low:+.1f} to {100 * high:+.1f}',
+                          f'{abs(line["diff"]):.3f} \N{PLUS-MINUS SIGN} {line["interval"]:.3f}'}
+    interval = r'[+-][\d.]+ to [+-][\d.]+'
+    # behind a plus-minus sign, results.md has others' figures, too
+    for text, pattern in ((readme, interval + r'|[\d.]+ \N{PLUS-MINUS SIGN} [\d.]+'),
+                          (results, interval)):
+        text = ' '.join(text.split()).replace('\N{MINUS SIGN}', '-')
+        claimed = set(re.findall(pattern, text))
+        assert len(claimed) > 9 and claimed <= intervals, claimed - intervals
     log = compare.read_rows(HERE / 'experiments/runs/gpt-belief-log.csv')
     for i in range(3):  # BeliefFormer's lengths, layer by layer
         ratios = [row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in log if row['step'] == 1000]
