@@ -181,6 +181,8 @@ class Config:
     temperature: float = 0.8       # sample: 0 takes the likeliest token
 
     def __post_init__(self):
+        if self.attention not in ATTENTION:
+            fail(f'--attention {self.attention} is from another file: run that file instead')
         gamma = default_gamma(self)
         if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
             fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')

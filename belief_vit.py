@@ -182,6 +182,8 @@ class Config:
         for name, size in MODELS.get(self.model, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, size)
+        if self.attention not in ATTENTION:
+            fail(f'--attention {self.attention} is from another file: run that file instead')
         gamma = default_gamma(self)
         if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
             fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
