@@ -542,7 +542,7 @@ def test_gpt_variants():
             assert torch.autograd.gradcheck(lambda x, *_: attn(x), inputs, fast_mode=True), name
 
 def test_gpt_subclass_trains(tmp_path):
-    """Its layers, which may have no MH and V, are not looked into; without its file it is refused."""
+    """Its layers, which may lack MH and V, are not looked into; without its file it is refused."""
     folder = done(gpt, *tiny(gpt, tmp_path, '--attention', 'gated'))['folder']
     assert not (folder / 'layers.png').exists()
     others = {name: row for name, row in gpt.ATTENTION.items() if name != 'gated'}
