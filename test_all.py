@@ -2568,7 +2568,6 @@ def fake(figure):
     return patch.object(gpt, 'train', train), runs
 
 @wants('scipy')
-@wants('matplotlib')
 def test_compare_at_best(tmp_path):
     """Each at its best rate: one run diverges, one best lies at the end, both are said; the csv
     gives the same table; a second time nothing is trained."""
@@ -2590,7 +2589,7 @@ def test_compare_at_best(tmp_path):
         assert 'val_loss, seeds: 3' in out and '16 runs to do' in out and '6 runs to do' in out
         assert out.count('counts as worst: loss nan') == 2
         assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
-        assert len(runs) == 20 and (tmp_path / 'a.png').exists(), len(runs)
+        assert len(runs) == 20, len(runs)
         assert done(compare, *tuned) == rows and len(runs) == 20, len(runs)
     tables = out[out.index('\nval_loss by learning_rate'):].splitlines()
     again = 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune', 'learning_rate'
@@ -2624,7 +2623,6 @@ def test_compare_mistakes(tmp_path):
             refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
 
 @wants('scipy')
-@wants('matplotlib')
 def test_compare_intervals(tmp_path):
     """Paired by seed, and wider by the number of rows tested; one seed has none. Softmax comes
     first, wherever it was named, or the row --against."""
@@ -2643,7 +2641,6 @@ def test_compare_intervals(tmp_path):
     assert 'nan' not in one.out and '+1.0000       -       -' in one.out, one.out
 
 @wants('scipy')
-@wants('matplotlib')
 def test_compare_and_bench(tmp_path):
     """Each script's, once; what is in the csv is not trained again; a ratio above 1 is slower."""
     for script in SCRIPTS:
@@ -2651,7 +2648,7 @@ def test_compare_and_bench(tmp_path):
         rows = done(compare, *flags, '--seeds', '0,1')
         again = run(compare, *flags, '--seeds', '0,1')
         assert ' 0 runs to do' in again.out and repr(again.result) == repr(rows), again.out
-        assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.*')]) == 2  # csv and png
+        assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.csv')]) == 1
         bench = run(compare, *flags, '--bench', '--rounds', 2)
         first, second = bench.result.values()
         assert len(first) == len(second) == 4 and min(first + second) > 0
@@ -2661,7 +2658,6 @@ def test_compare_and_bench(tmp_path):
     assert len(rows) == 2 and rows[0]['mean'] != rows[1]['mean'], rows
 
 @wants('scipy')
-@wants('matplotlib')
 def test_compare_with_a_file(tmp_path):
     """--with adds a variant, in other processes too; its version stands in the rows."""
     mine = tmp_path / 'mine.py'

@@ -11,7 +11,7 @@ r"""Train variants of one script on the same batches and seeds, and tabulate the
 
 All other flags go to the script: --preset t4, --max-iters 1000. Each run is a row of a csv file:
 its settings, its figures, and the version of the script that made it. The same command trains only
-what that file lacks, so it continues where it was stopped. Needs `pip install scipy matplotlib`.
+what that file lacks, so it continues where it was stopped. Needs `pip install scipy`.
 """
 import argparse
 import contextlib
@@ -368,20 +368,6 @@ def tables(script, rows, o):
     """Print a table for every metric -> the lines of all of them."""
     return [line for metric in o.metric for line in tabulate(script, rows, metric, o.against)]
 
-def draw(path, metric, table):
-    """The differences with their intervals."""
-    from matplotlib.figure import Figure
-    picture = Figure(figsize=(7, 1 + 0.4 * len(table)), layout='tight')
-    axis = picture.subplots()
-    for line in table:
-        axis.errorbar(line['diff'], line['case'], xerr=np.nan_to_num(line['interval']), fmt='o',
-                      capsize=4)
-    axis.axvline(0, color='grey', linewidth=1)
-    axis.invert_yaxis()
-    axis.set(xlabel=f'{metric} minus that of the first row; 95 % intervals for all together')
-    picture.savefig(path)
-    print(f'picture {path}')
-
 # ------------------------------------ bench ------------------------------------
 def bench(script, cases, rounds):
     """Time a training step of every case in turn, so noise hits all alike -> {case: seconds}."""
@@ -476,9 +462,7 @@ def main(argv=None):
         rows = [row for row in rows if row['case'] in best]
     if o.test_seeds:
         rows = train_all(script, cases, o.test_seeds, 'judging', o)
-    lines = tables(script, rows, o)
-    draw(o.csv.with_suffix('.png'), o.metric[0], lines[:len(lines) // len(o.metric)])
-    return lines
+    return tables(script, rows, o)
 
 if __name__ == '__main__':
     try:
