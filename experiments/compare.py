@@ -43,29 +43,29 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ the documents' tables ------------------------------------
-def rows_of(field, names):
-    return {name: {field: name} for name in names.split()}
+def rows_of(flag, values):
+    return {value: f'{flag} {value}' for value in values.split()}
 
-PAPERS = rows_of('attention', 'softmax attentionx belief belief-star')
-DETR = dict(self_attention='softmax', cross_attention='softmax')
+PAPERS = rows_of('--attention', 'softmax attentionx belief belief-star')
+DETR = '--self-attention softmax --cross-attention softmax'
 # Optimizing Attention's problem (2) without our options; 15 iterations leave x far from solved
-HALF = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15)
-SOLVED = dict(HALF, rho=0.01, iterations=60)
-OA = dict(HALF, random_tokens=32)  # and with the paper's random tokens, whose number it omits
-TABLES = {
+HALF = DETR + ' --ridge 0 --no-positive --no-centre --power 5 --rho 0.1 --iterations 15'
+SOLVED = HALF + ' --rho 0.01 --iterations 60'
+OA = HALF + ' --random-tokens 32'  # and with the paper's random tokens, whose number it omits
+TABLES = {  # each row's name, and its flags; of a flag that is given twice, the second counts
     'attentionx_gpt': {
         'papers': PAPERS,
         'record': {
-            **rows_of('attention', 'softmax attentionx attentionx-learned belief belief-head '
-                                   'belief-star value-skip'),
-            'attentionx-zd': dict(attention='attentionx', zero_diag=True)},
+            **rows_of('--attention', 'softmax attentionx attentionx-learned belief belief-head '
+                                     'belief-star value-skip'),
+            'attentionx-zd': '--attention attentionx --zero-diag'},
         'factor': {  # the same functions, scaled: a larger step, or a better layer?
-            'softmax': dict(attention='softmax'),
-            'attentionx': dict(attention='attentionx'),
-            'attentionx gamma 2': dict(attention='attentionx', gamma=2.0),
-            'attentionx-v1 gamma 1/2': dict(attention='attentionx-v1', gamma=0.5),
-            'attentionx-v1 gamma 1/3': dict(attention='attentionx-v1', gamma=1 / 3),
-            'softmax-scaled gamma 3': dict(attention='softmax-scaled', gamma=3.0)}},
+            'softmax': '--attention softmax',
+            'attentionx': '--attention attentionx',
+            'attentionx gamma 2': '--attention attentionx --gamma 2',
+            'attentionx-v1 gamma 1/2': '--attention attentionx-v1 --gamma 0.5',
+            'attentionx-v1 gamma 1/3': f'--attention attentionx-v1 --gamma {1 / 3}',
+            'softmax-scaled gamma 3': '--attention softmax-scaled --gamma 3'}},
     'belief_vit': {
         # AX1 and AX2 Table 1: CIFAR-10 88.15 and 89.41 %, CIFAR-100 61.86 and 64.00 %
         # BF Table 3: CIFAR-10 88.15, 89.14 and, for belief-star, 88.64 %
@@ -73,48 +73,46 @@ TABLES = {
     'admm_detr': {
         # what can replace softmax in cross-attention, with our options
         'cross': {'softmax': DETR,
-                  'no-weights': dict(DETR, cross_attention='no-weights'),
-                  'lasso': dict(DETR, cross_attention='admm'),
-                  'l2': dict(DETR, cross_attention='l2')},
+                  'no-weights': DETR + ' --cross-attention no-weights',
+                  'lasso': DETR + ' --cross-attention admm',
+                  'l2': DETR + ' --cross-attention l2'},
         # the paper taken at its word: (2) half solved; over the values that are mixed; (4) with
         # its misprints; (1); and in self-attention (SA)
         'more': {'softmax': DETR,
-                 'Lasso, half solved': dict(DETR, **HALF, cross_attention='admm'),
-                 'as printed': dict(DETR, **HALF, cross_attention='admm-printed',
-                                    solve_over='value'),
-                 'Lasso of values': dict(DETR, **OA, cross_attention='admm', solve_over='value'),
-                 'l2, no options': dict(DETR, **HALF, cross_attention='l2'),
-                 'SA no-weights': dict(DETR, self_attention='no-weights'),
-                 'SA Lasso, half solved': dict(DETR, **HALF, self_attention='admm'),
-                 'SA the same, N x N': dict(DETR, **HALF, self_attention='admm-vanilla')},
+                 'Lasso, half solved': HALF + ' --cross-attention admm',
+                 'as printed': HALF + ' --cross-attention admm-printed --solve-over value',
+                 'Lasso of values': OA + ' --cross-attention admm --solve-over value',
+                 'l2, no options': HALF + ' --cross-attention l2',
+                 'SA no-weights': DETR + ' --self-attention no-weights',
+                 'SA Lasso, half solved': HALF + ' --self-attention admm',
+                 'SA the same, N x N': HALF + ' --self-attention admm-vanilla'},
         'solved': {'softmax': DETR,
-                   'Lasso, solved': dict(DETR, **SOLVED, cross_attention='admm'),
-                   'Lasso, solved, random': dict(DETR, **SOLVED, cross_attention='admm',
-                                                 random_tokens=32)},
+                   'Lasso, solved': SOLVED + ' --cross-attention admm',
+                   'Lasso, solved, random': SOLVED + ' --cross-attention admm --random-tokens 32'},
         # OA Table 1: AP 40.6 (300 epochs), 38.5, 36.0, 38.5, 37.7
         '1': {'DETR': DETR,
-              'no weights SA': dict(DETR, self_attention='no-weights'),
-              'no weights CA': dict(DETR, cross_attention='no-weights'),
-              'ADMM SA': dict(DETR, **OA, self_attention='admm'),
-              'ADMM CA': dict(DETR, **OA, cross_attention='admm')},
+              'no weights SA': DETR + ' --self-attention no-weights',
+              'no weights CA': DETR + ' --cross-attention no-weights',
+              'ADMM SA': OA + ' --self-attention admm',
+              'ADMM CA': OA + ' --cross-attention admm'},
         # OA Table 2: AP 28.0, 38.0, 38.5
-        '2': {'l2 CA': dict(DETR, **OA, cross_attention='l2'),
-              'vanilla ADMM SA': dict(DETR, **OA, self_attention='admm-vanilla'),
-              'efficient ADMM SA': dict(DETR, **OA, self_attention='admm')}},
+        '2': {'l2 CA': OA + ' --cross-attention l2',
+              'vanilla ADMM SA': OA + ' --self-attention admm-vanilla',
+              'efficient ADMM SA': OA + ' --self-attention admm'}},
     'mask_distill': {
         'masks': {
-            **rows_of('masks', 'last5 windows window:16+sinks:4 window:32+sinks:4 window:64 '
-                               'window:64+sinks:4'),
-            'last5, alphas': dict(masks='last5', learn='alphas'),
-            'last5, mask only': dict(masks='last5', learn='alphas', max_iters=0),
-            '64+4, alphas': dict(masks='window:64+sinks:4', learn='alphas'),
-            '64+4, mask only': dict(masks='window:64+sinks:4', learn='alphas', max_iters=0)},
+            **rows_of('--masks', 'last5 windows window:16+sinks:4 window:32+sinks:4 window:64 '
+                                 'window:64+sinks:4'),
+            'last5, alphas': '--masks last5 --learn alphas',
+            'last5, mask only': '--masks last5 --learn alphas --max-iters 0',
+            '64+4, alphas': '--masks window:64+sinks:4 --learn alphas',
+            '64+4, mask only': '--masks window:64+sinks:4 --learn alphas --max-iters 0'},
         'goals': {  # the rows that come nearest to the report's goals
-            '64+4': dict(masks='window:64+sinks:4'),
-            '64+4, mask only': dict(masks='window:64+sinks:4', learn='alphas', max_iters=0)},
-        'l1': {'no L1': dict(masks='first-all', learn='alphas'),
-               'L1': dict(masks='first-all', learn='alphas', l1=0.1),
-               'a tenth of it': dict(masks='first-all', learn='alphas', l1=0.01)}},
+            '64+4': '--masks window:64+sinks:4',
+            '64+4, mask only': '--masks window:64+sinks:4 --learn alphas --max-iters 0'},
+        'l1': {'no L1': '--masks first-all --learn alphas',
+               'L1': '--masks first-all --learn alphas --l1 0.1',
+               'a tenth of it': '--masks first-all --learn alphas --l1 0.01'}},
 }
 METRIC = {  # a validation figure by which --tune chooses, and which of two is better
     'attentionx_gpt': ('val_loss', min), 'belief_vit': ('val_acc', max),
@@ -127,36 +125,30 @@ RESULTS = {  # figures of a table; differences are of the first
                      'teacher_perplexity']}
 BASELINE = {  # settings of the row that differences are taken from; {}: the first row's
     'attentionx_gpt': dict(attention='softmax'), 'belief_vit': dict(attention='softmax'),
-    'admm_detr': DETR, 'mask_distill': {}}
+    'admm_detr': dict(self_attention='softmax', cross_attention='softmax'), 'mask_distill': {}}
 
 # ------------------------------------ cases ------------------------------------
-def flags_of(settings):
-    """{'zero_diag': True, 'gamma': 2} -> ['--zero-diag', '--gamma=2']"""
-    words = []
-    for name, value in settings.items():
-        flag = name.replace('_', '-')
-        if str(value) in ('True', 'False'):
-            words.append(f'--{flag}' if str(value) == 'True' else f'--no-{flag}')
-        else:
-            words.append(f'--{flag}={value}')
-    return words
+def flag_of(field, value):
+    """gamma, '2' -> --gamma=2; zero_diag, 'True' -> --zero-diag; and 'False' -> --no-zero-diag"""
+    name = field.replace('_', '-')
+    return {'True': f'--{name}', 'False': f'--no-{name}'}.get(value, f'--{name}={value}')
 
 def cases_of(script, flags, table, sweep):
     """{name: Config}: rows of a table, every combination of FIELD=A,B, or both crossed."""
-    cases = {'': {}}
+    cases = {'': flags}
     if table:
         if table not in TABLES[script.SCRIPT]:
             fail(f'--table {table}: choose from {", ".join(TABLES[script.SCRIPT])}')
-        cases = TABLES[script.SCRIPT][table]
+        rows = TABLES[script.SCRIPT][table]
+        cases = {name: [*flags, *text.split()] for name, text in rows.items()}
     for spec in sweep:
         field, _, values = spec.partition('=')
         if not values or field == 'seed':
             fail(f'--sweep {spec}: give FIELD=A,B; seeds are --seeds 0,1')
-        cases = {f'{name} {value}'.strip(): {**settings, field.replace('-', '_'): value}
-                 for name, settings in cases.items() for value in values.split(',')}
+        cases = {f'{name} {value}'.strip(): [*words, flag_of(field, value)]
+                 for name, words in cases.items() for value in values.split(',')}
     with contextlib.redirect_stdout(None):  # notes would be printed once per case
-        cases = {name: script.parse([*flags, *flags_of(settings)])[1]
-                 for name, settings in cases.items()}
+        cases = {name: script.parse(words)[1] for name, words in cases.items()}
     if len({repr(settings_of(script, c)) for c in cases.values()}) < len(cases):
         fail('two cases have the same settings: a run cannot be compared with itself')
     return cases
