@@ -2609,7 +2609,7 @@ def test_compare_mistakes(tmp_path):
                              (['choose from', 'papers'], '--table', 'x'),
                              (['same settings'], '--sweep', 'threads=1,2'),
                              (['--test-seeds'], '--test-seeds', '1'),
-                             (['0,1,2'], '--seeds', '0-2'),
+                             (['invalid seeds', '0-2'], '--seeds', '0-2'),
                              (['--seeds'], '--sweep', 'seed=0,1'),
                              (['no such file'], '--from-csv', tmp_path / 'none.csv'),
                              (['--tune', '--sweep'], '--tune', 'gamma'),

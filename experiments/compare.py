@@ -386,6 +386,10 @@ def bench(script, cases, rounds):
     return times
 
 # ------------------------------------ the command line ------------------------------------
+def seeds(text):
+    """'0,1,2' -> [0, 1, 2]"""
+    return sorted({int(word) for word in text.split(',')})
+
 def parse(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -394,9 +398,9 @@ def parse(argv):
     p.add_argument('--sweep', action='append', default=[], help='FIELD=A,B; may be repeated')
     p.add_argument('--table', help='a name in TABLES')
     p.add_argument('--with', dest='extra', help='a Python file that adds variants to the script')
-    p.add_argument('--seeds', default='0,1,2')
+    p.add_argument('--seeds', type=seeds, default='0,1,2')
     p.add_argument('--tune', default='', help='a field of --sweep to choose for each variant')
-    p.add_argument('--test-seeds', default='', help='with --tune: other seeds, which judge')
+    p.add_argument('--test-seeds', type=seeds, default=[], help='with --tune: others, which judge')
     p.add_argument('--csv', type=Path, help='where rows are kept; default: in out/SCRIPT')
     p.add_argument('--from-csv', nargs='+', help='tabulate these files, train nothing')
     p.add_argument('--metric', nargs='+', help='figures to compare; default: the first of RESULTS')
@@ -407,14 +411,9 @@ def parse(argv):
     o, flags = p.parse_known_args(argv)
     o.tune = o.tune.replace('-', '_')
     o.metric = o.metric or RESULTS[o.script][:1]
-    for text in (o.seeds, o.test_seeds):
-        if not re.fullmatch(r'(\d+(,\d+)*)?', text):
-            fail(f'seeds {text}: give whole numbers with commas, such as 0,1,2')
     for path in o.from_csv or ():
         if not Path(path).exists():
             fail(f'--from-csv {path}: there is no such file')
-    o.seeds, o.test_seeds = [sorted({int(word) for word in text.split(',') if word})
-                             for text in (o.seeds, o.test_seeds)]
     return o, flags
 
 def main(argv=None):
