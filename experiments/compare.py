@@ -285,20 +285,20 @@ def choose(script, field, rows):
     metric, better = METRIC[script.SCRIPT]
     groups, best = {}, []
     for row in rows:
-        others = {key: x for key, x in settings_in(script, row).items()
-                  if key not in (field, 'seed')}
-        cases = groups.setdefault(repr(sorted(others.items())), {})
-        cases.setdefault(row['case'], []).append(row)
+        others = settings_in(script, row)
+        value, _ = others.pop(field), others.pop('seed')
+        group = groups.setdefault(repr(sorted(others.items())), {})
+        group.setdefault(value, []).append(row)
     print(f'\n{metric} by {field}: mean x number of runs. The best case is named on the left.\n'
           '*: best at an end of the range, so a better one may lie beyond')
-    for cases in groups.values():
-        order = sorted(cases, key=lambda case: cases[case][0][field])
-        means = {case: np.mean([row[metric] for row in cases[case]]) for case in order}
-        chosen = better(order, key=means.get)
-        star = ' *' if chosen in (order[0], order[-1]) else ''
-        print(f'{chosen + star:25} ' + '   '.join(
-            f'{cases[case][0][field]}: {means[case]:.4f} x {len(cases[case])}' for case in order))
-        best.append(chosen)
+    for group in groups.values():
+        means = {value: np.mean([row[metric] for row in group[value]]) for value in sorted(group)}
+        chosen = better(means, key=means.get)
+        case = group[chosen][0]['case']
+        star = ' *' if chosen in (min(group), max(group)) else ''
+        print(f'{case + star:25} ' + '   '.join(
+            f'{value}: {mean:.4f} x {len(group[value])}' for value, mean in means.items()))
+        best.append(case)
     return best
 
 def group_by_case(script, rows, against):
