@@ -11,7 +11,6 @@ A variant has the same colour in every picture, and colour-blind readers can tel
 apart. Needs `pip install matplotlib scipy`.
 """
 import contextlib
-from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
@@ -127,29 +126,29 @@ def draw_method():
 # ------------------------------------ the record ------------------------------------
 # Two comparisons, each with a softmax of its own: variants of attentionx_gpt.py, of variants.py
 OURS = [HERE / f'runs/gpt-{name}.csv' for name in ('softmax', 'attentionx', 'belief')]
-OTHERS = sorted(HERE.glob('runs/gpt-variants*.csv'))
+OTHERS = [HERE / 'runs/gpt-variants.csv']
 
-def mean_losses(rows):
-    """{variant: {rate: mean validation loss}}"""
-    losses = defaultdict(lambda: defaultdict(list))
+def mean_losses(rows, variant):
+    """{rate: mean validation loss}"""
+    losses = {}
     for row in sorted(rows, key=lambda row: row['learning_rate']):
-        losses[row['case'].split()[0]][row['learning_rate']].append(row['val_loss'])
-    return {variant: {rate: np.mean(own) for rate, own in by_rate.items()}
-            for variant, by_rate in losses.items()}
+        if row['case'].split()[0] == variant:
+            losses.setdefault(row['learning_rate'], []).append(row['val_loss'])
+    return {rate: np.mean(values) for rate, values in losses.items()}
 
 def draw_rates():
     rows = [row for path in OURS for row in compare.read_rows(path)]
     common = compare.read_rows(HERE / 'runs/gpt-common.csv')
-    lines = mean_losses([*common, *(row for row in rows if row['role'] == 'choosing')])
-    judged = mean_losses([row for row in rows if row['role'] == 'judging'])
+    choosing = common + [row for row in rows if row['role'] == 'choosing']
+    judging = [row for row in rows if row['role'] == 'judging']
     figure = Figure(figsize=(7, 4))
     ax = figure.subplots()
     for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
         name, colour, marker = VARIANTS[variant]
-        means = lines[variant]
+        means = mean_losses(choosing, variant)
         ax.plot(means.keys(), means.values(), color=colour, marker=marker, label=name)
         best = min(means, key=means.get)
-        ax.plot(best, judged[variant][best], 'o', color=colour, ms=14, mfc='none')
+        ax.plot(best, mean_losses(judging, variant)[best], 'o', color=colour, ms=14, mfc='none')
     ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
     ax.set(xscale='log', xlabel='peak learning rate (a ring: 8 other seeds at the best rate)',
            ylabel='validation loss (nats per byte)')
@@ -165,7 +164,7 @@ def table(paths):
                              '--from-csv', *map(str, paths)])[1:]
 
 def draw_variants():
-    lines = table(OURS) + (table(OTHERS) if OTHERS else [])
+    lines = table(OURS) + table(OTHERS)
     lines.sort(key=lambda line: line['diff'])
     figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
     ax = figure.subplots()
