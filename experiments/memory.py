@@ -101,8 +101,7 @@ def masks(argv):
 
 # ------------------------------------ DETR's Lasso ------------------------------------
 def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
-    """Each kind of attention in one layer of DETR's size on COCO, forward and backward, in one
-    thread."""
+    """Each kind in one layer of DETR's size on COCO, forward and backward, in one thread."""
     torch.set_num_threads(1)
     q = torch.randn(images, heads, queries, size, requires_grad=True)
     k = torch.randn(images, heads, tokens, size, requires_grad=True)
