@@ -278,8 +278,8 @@ TORONTO = 'https://www.cs.toronto.edu/~kriz/'
 WIKI = 'https://wikitext.smerity.com/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
 
-# name: (function, or for weights the name in data/weights; script for it; about it; files: bytes,
-# hash, mirrors in order). None: unknown.
+# name: (the function that makes its folder, or a name in data/weights; a script to run next; what the
+# list says of it; files). A file: (bytes, hash, URL, further mirrors); None: unknown.
 DATASETS = {
     'shakespeare': (text_file, 'attentionx_gpt.py', '1.1 MB, public domain: first runs', [
         (1115394, 'sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
@@ -387,8 +387,8 @@ def check_decoding(photos):
         except Exception as error:  # Pillow raises many kinds over damaged files
             yield f'{path}: cannot be read: {error}'
             continue
-        if photo.mode[0] in 'IF':
-            yield f'{path}: 16 bits or more (mode {photo.mode})'
+        if photo.mode == 'F':
+            yield f'{path}: real numbers; the scripts read whole ones, of 8 or 16 bits'
         elif size and size not in (photo.size, upright.size):
             yield f'{path}: {upright.size} pixels, but {size} in the annotations'
 

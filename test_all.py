@@ -1988,13 +1988,13 @@ def test_prep_check_photos_and_coco(tmp_path):
     finds(tmp_path / 'one', '1 class folders')
     save('photos/train/a/._1.png', 'photos/train/2.png', 'photos/val/c/1.png')
     save('photos/train/__MACOSX/1.png')
-    save('photos/train/a/3.png', kind='I;16')
+    save('photos/train/a/3.png', kind='I;16')  # read like any other
     save('photos/train/a/4.tif', kind='F')
     (photos / 'train/a/1.heic').touch()
     (photos / 'train/d').mkdir()
     finds(photos, 'train/2.png', '__MACOSX/1.png: hidden', 'a/._1.png: hidden', '1.heic',
           'train/d: a class without', 'val/c: train has no', 'val/d: a class without',
-          'a/3.png: 16 bits', 'a/4.tif: 16 bits')
+          'a/4.tif: real')
     images = [dict(id=i, file_name=f'{i}.png', width=8, height=6) for i in range(4)]
     notes = [dict(id=i, image_id='3', category_id=1, bbox=[1, 2, 3, 4]) for i in range(12)]
     save(*[f'coco/val2017/{i}.png' for i in range(4)])

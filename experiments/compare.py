@@ -153,6 +153,9 @@ def cases_of(script, flags, table, sweep):
         fail('two cases have the same settings: a run cannot be compared with itself')
     return cases
 
+# A run is found again by its settings. A csv holds text, so both sides are compared as a csv gives
+# them back: numbers as floats, empty ones left out.
+
 def number(text):
     """A csv's text, as a number if it is one."""
     try:
