@@ -278,8 +278,8 @@ TORONTO = 'https://www.cs.toronto.edu/~kriz/'
 WIKI = 'https://wikitext.smerity.com/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
 
-# name: (the function that makes its folder, or a name in data/weights; a script to run next; what the
-# list says of it; files). A file: (bytes, hash, URL, further mirrors); None: unknown.
+# name: (the function that makes its folder, or a name in data/weights; a script to run next; what
+# the list says of it; files). A file: (bytes, hash, URL, further mirrors); None: unknown.
 DATASETS = {
     'shakespeare': (text_file, 'attentionx_gpt.py', '1.1 MB, public domain: first runs', [
         (1115394, 'sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
