@@ -81,22 +81,18 @@ def fail(message):
 def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     """MH = softmax(QK^T / sqrt(hs)) V, causal.  [BF Eq. 9]
 
-    q (B, nh, Tq, hs), k and v (B, nh, T, hs) -> (B, Tq, nh, hs). Tq is T, or 1 with a cache.
+    q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, T, nh, hs). S = T or, with a cache, T = 1.
+    With zero_diag no token attends to itself; the first token, which sees no other, gets 0.
     """
-    if zero_diag:
-        return without_self(q, k, v, dropout)
     causal = q.size(2) == k.size(2)  # a single query is the newest token's and sees every key
+    if zero_diag:
+        k, v = k[:, :, :-1], v[:, :, :-1]
+        if causal:
+            q = q[:, :, 1:]  # query t + 1 sees keys 0..t: causal again
     mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    if zero_diag and causal:
+        mh = F.pad(mh, (0, 0, 1, 0))  # the first token's 0
     return mh.transpose(1, 2)
-
-def without_self(q, k, v, dropout=0.0):
-    """MH where no token attends to itself. The first token has nothing to attend to: it gets 0."""
-    cached = q.size(2) < k.size(2)
-    k, v = k[:, :, :-1], v[:, :, :-1]
-    if cached:  # the key that is left out is the single query's own
-        return multi_head(q, k, v, dropout=dropout)
-    mh = multi_head(q[:, :, 1:], k, v, dropout=dropout)  # query t + 1 sees keys 0..t: causal again
-    return F.pad(mh, (0, 0, 0, 0, 1, 0))  # (B, T, nh, hs)
 
 def orthogonal(mh, v, dims):
     """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
