@@ -435,24 +435,21 @@ def read_meta(folder):
     return meta
 
 def load_data(c):
-    """c.data -> train and val (uint16 tokens), tokenizer, vocab_size, val_bytes (None: unknown)."""
+    """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if folder.is_dir():
-        meta = read_meta(folder)
-        tokenizer, val_bytes = meta['tokenizer'], meta.get('bytes', {}).get('val')
+        tokenizer = read_meta(folder)['tokenizer']
         train, val = [read_tokens(folder / name, tokenizer) for name in ('train.bin', 'val.bin')]
     else:
-        texts = read_text(c)
-        tokenizer, val_bytes = c.tokenizer, len(texts[1].encode())
+        tokenizer = c.tokenizer
         encode, _ = get_tokenizer(tokenizer)
-        train, val = [np.array(encode(text), dtype=np.uint16) for text in texts]
+        train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
     if min(len(train), len(val)) <= c.block_size + 1:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
     vocab_size = VOCAB_SIZE[tokenizer]
     if 0 < c.vocab_size < vocab_size:
         fail(f'--vocab-size {c.vocab_size}: the vocabulary of {tokenizer} has {vocab_size} tokens')
-    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size,
-                           val_bytes=val_bytes)
+    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size)
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
@@ -649,13 +646,10 @@ def report(c, model, log, folder, data):
         ('training loss (nats per token)', 'loss'),
         ('validation loss (nats per token)', 'val_loss')])
     draw_layers(folder / 'layers.png', log, c.n_layer)
-    loss, bits = log[-1]['val_loss'], ''
-    if data.val_bytes:  # bits per byte are comparable across tokenizers
-        bits = f', or {loss / math.log(2) * len(data.val) / data.val_bytes:.3f} bits per byte'
     other = 'softmax' if c.attention != 'softmax' else 'attentionx'
     return (f'\nAfter {c.prompt!r} the model writes:\n{complete(c, model)}\n\n'
-            f'result  validation loss {loss:.3f} nats per token '
-            f'(a bigram model: {bigram_loss(data):.3f}){bits}\n'
+            f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token '
+            f'(a bigram model: {bigram_loss(data):.3f})\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --attention {other}, or: '
             f'python {SCRIPT}.py sample --folder {folder}')

@@ -381,14 +381,13 @@ def test_gpt_mask_texts(tmp_path):
             data = script.load_data(script.Config(data=str(tmp_path / name), block_size=16))
             assert bytes(data.train.tolist()) == (9 * text).encode(), (script.SCRIPT, name)
             assert bytes(data.val.tolist()) == text.encode(), (script.SCRIPT, name)
-            assert script is mask or data.val_bytes == len(data.val)
         refuse(script, ['UTF-8'], *tiny(script, tmp_path, '--data', tmp_path / 'photo.jpg'))
 
 def test_gpt_mask_tokens(tmp_path):
     """Folders of token files: right ones are read, others are refused."""
     ids = np.arange(3000, dtype=np.uint16) % 256
     nanogpt = {'train.bin': ids, 'val.bin': ids[:300]}  # GPT-2's tokens
-    ours = {**nanogpt, 'meta.json': b'{"tokenizer": "bytes", "bytes": {"val": 300}}'}
+    ours = {**nanogpt, 'meta.json': b'{"tokenizer": "bytes"}'}
     header = np.array([20240520, 1, 4000], '<i4').tobytes()
     wrong = {  # by a word of what is said of it
         '32 or 64': {**ours, 'train.bin': ids.astype(np.int64)},
@@ -415,7 +414,6 @@ def test_gpt_mask_tokens(tmp_path):
                 data = script.load_data(script.Config(data=name, block_size=16))
                 assert (data.train == ids).all() and (data.val == ids[:300]).all(), name
                 assert data.vocab_size == vocab_size, (name, data.vocab_size)
-                assert script is mask or data.val_bytes == (None if name == 'nanogpt' else 300)
             for i, word in enumerate(wrong):
                 refuse(script, [word], *tiny(script, tmp_path, '--data', i))
 
@@ -480,7 +478,6 @@ def test_gpt_init(tmp_path):
         assert same(load(end.result['folder'] / 'ckpt.pt')['model'], state), prefix
     nats = end.result['val_loss']
     assert f'{nats:.3f} nats per token' in end.out, end.out
-    assert f'or {nats / math.log(2):.3f} bits per byte' in end.out, end.out
     refuse(gpt, ['does not fit', 'size mismatch'], *flags, '--n-embd', 32)
     refuse(gpt, ['n_head 2', '--n-head 2'], *flags, '--n-head', 4)
     torch.save(dict(model=state, best=np.float64(2)), file)
