@@ -391,9 +391,9 @@ def test_gpt_mask_tokens(tmp_path):
     header = np.array([20240520, 1, 4000], '<i4').tobytes()
     wrong = {  # by a word of what is said of it
         '32 or 64': {**ours, 'train.bin': ids.astype(np.int64)},
-        'odd': {**ours, 'val.bin': b'abc'},
+        '(uint16)': {**ours, 'val.bin': b'abc'},
         'empty': {**ours, 'train.bin': b''},
-        'missing': {'train.bin': ids},
+        'val.bin': {'train.bin': ids},
         'block-size': {**ours, 'val.bin': ids[:17]},
         '50355': {**nanogpt, 'val.bin': ids[:300] + 50100},
         'header': {**ours, 'train.bin': header + ids.tobytes()},
