@@ -499,48 +499,46 @@ def loss_of(model, batch, c):
 
 @torch.no_grad()
 def diagnose(model, idx):
-    """idx (B, T) -> for each layer a dict of statistics of its attention, means over the tokens.
+    """idx (B, T) -> means over all tokens of figures of attention: 0.mh is mh in layer 0.
 
     mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
     update_out are these norms after W^o; cos_mh and cos_update are the cosines of those vectors
     with the layer's input X; alpha is <MH,V> / <V,V>.
     """
-    rows = []
+    figures = {}
     x = model.embed(idx)  # (B, T, C)
-    for block in model.transformer.h:
+    for i, block in enumerate(model.transformer.h):
         attn = block.attn
         if type(attn).forward is not CausalSelfAttention.forward:
-            return []  # a subclass need not have MH and V
+            return {}  # a subclass need not have MH and V
         mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
         update = ATTENTION[model.config.attention](mh, v, attn.gamma)
         if model.config.attention == 'belief-star':
             update, _ = update  # Delta, without Delta_s
         mh, v, update = [t.flatten(2).to(x) for t in (mh, v, update)]  # (B, T, C), in x's dtype
-        mh_out, update_out = mh @ attn.c_proj.weight.T, update @ attn.c_proj.weight.T
-        figures = dict(
+        mh_out, update_out = [(t @ attn.c_proj.weight.T).to(x) for t in (mh, update)]
+        layer = dict(
             mh=mh.norm(dim=-1), update=update.norm(dim=-1),
-            mh_out=mh_out.float().norm(dim=-1), update_out=update_out.float().norm(dim=-1),
+            mh_out=mh_out.norm(dim=-1), update_out=update_out.norm(dim=-1),
             cos_mh=F.cosine_similarity(mh_out, x, -1),
             cos_update=F.cosine_similarity(update_out, x, -1),
             alpha=(mh * v).sum(-1) / (v * v).sum(-1), gamma=torch.as_tensor(attn.gamma))
-        rows.append({name: figure.float().mean().item() for name, figure in figures.items()})
+        for name, values in layer.items():
+            figures[f'{i}.{name}'] = values.mean().item()
         x = block(x)
-    return rows
+    return figures
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on evenly spread windows, and diagnose's statistics on eight: 0.mh is mh in layer 0."""
+    """Loss on evenly spread windows, and diagnose's figures on eight."""
     last = len(data.val) - c.block_size - 1
     starts = np.unique(np.linspace(0, last, c.eval_rows).astype(np.int64))
     total = 0.0
     for i in range(0, len(starts), c.batch_size):
         x, y = windows(data.val, starts[i:i + c.batch_size], c, device)
         total += loss_of(model, (x, y), c).item() * len(x)
-    figures = dict(val_loss=total / len(starts))
     idx, _ = windows(data.val, np.linspace(0, last, 8).astype(np.int64), c, device)
-    for i, layer in enumerate(diagnose(model, idx)):
-        figures.update({f'{i}.{name}': x for name, x in layer.items()})
-    return figures
+    return dict(val_loss=total / len(starts), **diagnose(model, idx))
 
 def learning_rate(step, c):
     """The learning rate of a step, counted from 0."""

@@ -498,13 +498,13 @@ def test_gpt_diagnose():
     delta, delta_s = gpt_slow('belief-star', q, k, v, 1, False).flatten(3)
     out = block.attn.c_proj(delta) + block.attn.c_proj_s(delta_s)
     close(block.attn(block.ln_1(x)), out, 1e-12)
-    got = gpt.diagnose(net, idx)[1]
+    got = gpt.diagnose(net, idx)
     mh, v = [t.transpose(1, 2).flatten(2) for t in (gpt_weights(q, k) @ v, v)]  # (B, T, C)
     update_out = block.attn.c_proj(delta)  # Delta's part alone
-    close(got['alpha'], ((mh * v).sum(-1) / v.square().sum(-1)).mean(), 1e-6)
-    close(got['update'], delta.norm(dim=-1).mean(), 1e-6)
-    close(got['update_out'], update_out.norm(dim=-1).mean(), 1e-6)
-    close(got['cos_update'], F.cosine_similarity(update_out, x, -1).mean(), 1e-6)
+    close(got['1.alpha'], ((mh * v).sum(-1) / v.square().sum(-1)).mean(), 1e-6)
+    close(got['1.update'], delta.norm(dim=-1).mean(), 1e-6)
+    close(got['1.update_out'], update_out.norm(dim=-1).mean(), 1e-6)
+    close(got['1.cos_update'], F.cosine_similarity(update_out, x, -1).mean(), 1e-6)
 
 def variants_slow(name, layer, attn, x, zero_diag):
     """A row of experiments/variants.py by its paper's formula: x (B, T, C) -> (B, T, C)."""
