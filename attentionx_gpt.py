@@ -255,10 +255,10 @@ class CausalSelfAttention(nn.Module):
         v are those of all S tokens so far; without one, S = T."""
         c = self.config
         q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)  # (B, T, nh, hs)
+        past = cache['k'].size(1) if cache else 0  # number of tokens before x's
         if c.arch == 'rotary':
-            past = cache['k'].size(1) if cache else 0
             q, k = rotate(q, past), rotate(k, past)
-        if cache:
+        if past:
             k, v = torch.cat([cache['k'], k], 1), torch.cat([cache['v'], v], 1)
         if cache is not None:
             cache.update(k=k, v=v)
