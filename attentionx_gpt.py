@@ -241,10 +241,9 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, c, layer):  # layer, counted from 0, is for subclasses
         super().__init__()
         self.config = c
-        gamma = default_gamma(c)
+        self.gamma = default_gamma(c)
         if c.attention == 'attentionx-learned':
-            gamma = nn.Parameter(torch.full((c.n_head, 1), gamma))
-        self.gamma = gamma
+            self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
         if c.attention == 'belief-star':
