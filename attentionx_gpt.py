@@ -359,18 +359,18 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0):
         """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token."""
-        window, cache = idx, [{} for _ in self.transformer.h]
+        unread, cache = idx, [{} for _ in self.transformer.h]  # each layer's keys and values
         for _ in range(max_new_tokens):
             if idx.size(1) > self.config.block_size:
                 # the window slides, so all positions change and no cached key or value holds
-                window, cache = idx[:, -self.config.block_size:], None
-            logits = self(window, cache=cache)[0][:, -1].float()  # (B, V)
+                unread, cache = idx[:, -self.config.block_size:], None
+            logits = self(unread, cache=cache)[0][:, -1].float()  # (B, V)
             if temperature:
                 token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
             else:
                 token = logits.argmax(-1, keepdim=True)
             idx = torch.cat([idx, token], dim=1)
-            window = token  # the cache holds the tokens before it
+            unread = token
         return idx
 
 # ------------------------------------ data ------------------------------------
