@@ -528,10 +528,7 @@ def load_folder(folder):
             test = load_arrays(folder / 'test.npz')
         classes = [str(i) for i in range(train[1].max() + 1)]
         if (folder / 'meta.json').exists():
-            try:
-                classes = list(json.loads((folder / 'meta.json').read_text('utf-8'))['classes'])
-            except (ValueError, TypeError, KeyError):
-                fail(f'{folder}/meta.json is not JSON with a list of `classes`')
+            classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
         return train, test, classes
     root = folder / 'train' if (folder / 'train').is_dir() else folder
     paths, names = list_photos(root)

@@ -793,9 +793,6 @@ def test_vit_arrays(tmp_path):
     refuse(vit, ['label 3', '2 classes'], *flags)
     np.savez(train, images=x, labels=y % 2)  # test.npz has the label 2
     refuse(vit, ['label 2', '2 classes'], *flags)
-    for meta in '', '{}', '[]':
-        (tmp_path / 'data/meta.json').write_text(meta)
-        refuse(vit, ['meta.json', 'classes'], *flags)
     for word, images, labels in (
             ('(60, 3)', x, np.eye(3, dtype=int)[y]), ('-1', x, y - 1), ('float64', x, y + 0.5),
             ('allow_pickle', x, y.astype(object)), ('(60, 3, 8)', x[..., 0], y),
