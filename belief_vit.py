@@ -937,7 +937,8 @@ def report(c, model, log, folder, data):
         ('training loss (nats per image)', 'loss'),
         ('validation accuracy (0 to 1)', 'val_acc')])
     draw_layers(folder / 'layers.png', log, c.depth)
-    draw_attention(folder / 'attention.png', model, data.val[0][:8], c)
+    if (folder / 'curves.png').exists():  # matplotlib is installed
+        draw_attention(folder / 'attention.png', model, data.val[0][:8], c)
     _, best_model = load_run(replace(c, folder=str(folder)))
     _, best = loss_and_accuracy(best_model, *data.test, c, pick_device(c)[0])
     other = 'softmax' if c.attention != 'softmax' else 'belief'
@@ -974,10 +975,7 @@ def draw_layers(path, log, depth):
 
 def draw_attention(path, model, images, c):
     """A row of images, and a row for each layer, brightest where its class token looks."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return  # draw has said so
+    from matplotlib.figure import Figure
     x = normalise(images, c.image_size, c, model.head.weight.device)
     colours = (x - x.min()) / (x.max() - x.min())  # from 0 to 1
     rows = [colours]
