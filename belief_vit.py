@@ -676,7 +676,7 @@ def augment(x, draws, c, size=None):
         mirror = draws[4] < 0.5
     else:
         if c.randaugment != 'none':
-            image = pillow().Image.fromarray(np.ascontiguousarray(x.transpose(1, 2, 0)))
+            image = pillow().Image.fromarray(x.transpose(1, 2, 0))
             for four in draws[3:].reshape(2, 4):
                 image = randaugment(image, four, c.randaugment)
             x = np.asarray(image).transpose(2, 0, 1)
