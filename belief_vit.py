@@ -753,8 +753,8 @@ def get_batch(data, c, step, micro, device):
     images, labels = data.train
     n, per_step = len(labels), c.batch_size * c.grad_accum_steps
     begin = step * per_step  # in an endless sequence of shuffled epochs
-    rows = slice(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)  # of this step's
-    places = range(begin, begin + per_step)[rows]
+    rows = range(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)  # of this step
+    places = [begin + row for row in rows]
     index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
     draws = stream('chance', c.seed, step).random((per_step, DRAWS))[rows]
     growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
