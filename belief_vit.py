@@ -371,13 +371,14 @@ class ViT(nn.Module):
         token = '.' not in name  # cls_token, pos_embed, and tokens you may add
         layer = self.get_submodule(name.rpartition('.')[0])
         linear = isinstance(layer, nn.Linear)
+        matrix = linear and name.endswith('weight')
         if c.shifted and token:
             p.normal_(generator=generator)
-        elif c.model == 'deit-small' and linear and name.endswith('bias'):
-            p.zero_()
-        elif c.model == 'deit-small' and (token or linear):
+        elif c.model == 'deit-small' and (token or matrix):
             nn.init.trunc_normal_(p, std=0.02, generator=generator)
-        elif c.model == 'deit-small-local' and (token or linear and name.endswith('weight')):
+        elif c.model == 'deit-small' and linear:  # a bias
+            p.zero_()
+        elif c.model == 'deit-small-local' and (token or matrix):
             for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v one by one
                 nn.init.xavier_normal_(part, generator=generator)
         elif linear or isinstance(layer, nn.Conv2d):  # PyTorch's own: 1 / sqrt(inputs of a unit)
