@@ -792,9 +792,9 @@ def loss_and_accuracy(model, images, labels, c, device):
 
 @torch.no_grad()
 def diagnose(model, images):
-    """Images (B, 3, H, W) -> for each layer a dict of statistics of the class token's attention,
-    means over the images; and for each layer a map (B, h, w) of its softmax weights on the patches,
-    a mean over the heads, scaled so that the largest is 1.
+    """Images (B, 3, H, W) -> two lists about the class token, with an item for each layer: figures
+    of its attention, means over the images; and maps (B, h, w) of its softmax weights on the
+    patches, means over the heads, the largest scaled to 1.
 
     mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
     update_out are these norms after W^o (BF claims the inequality there, too, but it can fail);
