@@ -587,8 +587,8 @@ COLOURS = {  # mean and standard deviation of red, green and blue, as in the rep
 }
 
 def read_photo(path, size, draws=None):
-    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, if draws has
-    four random numbers, a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3."""
+    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, given draws
+    (random numbers, see DRAWS), a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3."""
     PIL = pillow()
     try:
         with PIL.Image.open(str(path)) as file:
@@ -668,6 +668,7 @@ def randaugment(image, draws, policy):
     return operations[int(which * len(operations))]()
 
 DRAWS = 11  # random numbers for an image: crop y, x; flip; twice operation, sign, y, x
+            # for a photo: area, aspect, left and top of the crop; flip
 
 def augment(x, draws, c, size=None):
     """The path of a photo -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
