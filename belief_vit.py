@@ -247,6 +247,7 @@ class ShiftedPatchEmbed(nn.Module):
 
     def forward(self, images):
         p = self.patch_size
+        # padding on the left, right, top and bottom; -1 cuts a column or row off
         shifts = [(0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1)]
         x = torch.cat([F.pad(images, shift) for shift in shifts], dim=1)  # (B, 15, H, W)
         x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 15, h, p, w, p)
