@@ -553,8 +553,6 @@ def make_model(c, data):
     from data and --init; a saved c, with no data, is complete."""
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))  # your own data may not say
     if c.stage == 'teacher':
-        if 0 < c.positions < c.block_size:
-            fail(f'--positions {c.positions} must be at least --block-size {c.block_size}')
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
     if c.resume or not data:  # a checkpoint holds the weights of both
         return substitute(GPT2(c), c)

@@ -2509,8 +2509,7 @@ def test_mistakes_of_one_script(tmp_path):
               for bad in ('nonsense', '', 'window', 'window:0')),
             (mask, ['--n-head 3'], '--n-head', 3),
             (mask, ['--vocab-size 100'], '--vocab-size', 100),
-            (mask, ['--block-size 5000'], '--block-size', 5000),
-            (mask, ['--positions 3'], '--positions', 3)):
+            (mask, ['--block-size 5000'], '--block-size', 5000)):
         refuse(script, words, *tiny(script, tmp_path), *wrong)
     for script, positive, shares in (
             (gpt, 'n_layer n_head n_embd block_size eval_rows', 'dropout beta1 beta2'),
