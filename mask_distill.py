@@ -69,6 +69,7 @@ def fail(message):
 
 # ------------------------------------ the report's method ------------------------------------
 KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
+    # far, which only sinks need, is the smallest i - j that no window or offset reaches
     # to add your own kind, add a line such as: 'stride': lambda i, j, n, far: (i - j) % n == 0,
     'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
     'window': lambda i, j, n, far: i - j < n,                 # the last N
@@ -107,8 +108,8 @@ def is_local(masks):
     return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in candidates(masks))
 
 def log_coefficients(alpha):
-    """log sigmoid(alpha), (K,). [choice] As a sigmoid is never 0, a mask is closed (-inf) where its
-    coefficient is below a thousandth of the largest.  [MA Sec. 3]"""
+    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] As no c_k is ever 0, a mask is
+    closed (-inf) where its c_k is below a thousandth of the largest."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -117,16 +118,16 @@ def mixture(coef, M):
     return sum(c_k * m for c_k, m in zip(coef, M))
 
 def masks_at(masks, log_c, i, j):
-    """The masks (..., Tq, T) of queries at positions i (..., Tq) and keys at j (..., T), and their
-    coefficients divided by the largest, (K + 1,). [choice] The extra mask lets a token see itself
-    where no open mask does, so that no row is empty."""
+    """What queries at positions i (..., Tq) see of keys at j (..., T): K + 1 masks (..., Tq, T) and
+    their coefficients, divided by the largest, (K + 1,). [choice] The last mask lets a token see
+    itself where no open mask does, so that no row is empty."""
     i, j = i[..., None], j[..., None, :]
     causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
     M = [KINDS[kind](i, j, n, far) & causal for kind, n in candidates(masks)]
     coef = (log_c - log_c.max()).exp()  # (K,)
-    lonely = (i == j) & (mixture(coef.detach(), M) == 0)
-    return [*M, lonely], torch.cat([coef, coef.new_ones(1)])
+    itself = (i == j) & (mixture(coef.detach(), M) == 0)
+    return [*M, itself], torch.cat([coef, coef.new_ones(1)])
 
 def safe_log(w):
     """log w; where w is 0, -inf with a gradient of 0."""
@@ -154,7 +155,7 @@ def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j
         log_c = torch.zeros(len(candidates(masks)), device=q.device)
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
     M, coef = masks_at(masks, log_c, i, j)
-    if reading != 'renormalised':  # in that one log W hides the future, and c's scale cancels
+    if reading != 'renormalised':  # which needs neither: log W hides the future, c's scale cancels
         S = S.masked_fill(i[..., None] < j[..., None, :], -math.inf)
         coef = coef * log_c.max().exp()
     return READINGS[reading](S, M, coef)
@@ -181,7 +182,7 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     i = torch.arange(n * b, device=q.device).view(n, b)
     near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     front = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    front = front.masked_fill(front >= near[:, :1], -1)  # in no mask: `near` already has it
+    front = front.masked_fill(front >= near[:, :1], -1)  # near has it, and -1 is in no mask
     j = torch.cat([near, front], 1)
 
     def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
