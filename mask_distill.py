@@ -589,10 +589,11 @@ def get_batch(data, c, step, micro, device):
     """This process's rows of a micro-batch, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
-    starts = stream('batch', c.seed, step).integers(c.samples or n, size=size)
-    if c.samples:  # then these index the samples, which are the same in every step
-        starts = stream('samples', c.seed).integers(n, size=c.samples)[starts]
-    return sequences(data.train, starts[micro, RANK::WORLD], c, device)
+    drawn = stream('batch', c.seed, step).integers(c.samples or n, size=size)
+    if c.samples:
+        samples = stream('samples', c.seed).integers(n, size=c.samples)  # the same in every step
+        drawn = samples[drawn]
+    return sequences(data.train, drawn[micro, RANK::WORLD], c, device)
 
 def loss_of(model, batch, c):
     """A teacher's cross-entropy; a student's KL and L1 on the coefficients [MA Sec. 2.5].
