@@ -550,12 +550,12 @@ def load_gpt2(path, n_head=0):
     return model
 
 def make_model(c, data):
-    """A model on the CPU: a new teacher, or a student of --init's teacher. What c leaves open comes
-    from data and --init; a saved c, with no data, is complete."""
+    """A model on the CPU: a new teacher, or a student of --init's teacher. Its config is c with the
+    tokenizer of the data and the sizes of the teacher. Without data, c is saved and has them."""
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))  # your own data may not say
     if c.stage == 'teacher':
         return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
-    if c.resume or not data:  # a checkpoint holds the weights of both
+    if c.resume or not data:  # the caller then loads the weights of both from a checkpoint
         return substitute(GPT2(c), c)
     teacher = load_gpt2(c.init, c.n_head)
     t = teacher.config
