@@ -459,17 +459,15 @@ def read_text(c):
 
 def read_tokens(path, tokenizer):
     """A file of uint16 token ids, as nanoGPT writes them. Its first 8 million are checked."""
-    size = path.stat().st_size if path.exists() else 0
-    if not size:
-        fail(f'{path} is missing or empty: did `python prepare_data.py` finish?')
-    if size % 2:
-        fail(f'{path} has an odd number of bytes, {size}: it must hold 16-bit ids (uint16)')
-    tokens = np.memmap(path, np.uint16, 'r')
+    try:
+        tokens = np.memmap(path, np.uint16, 'r')
+    except ValueError as error:  # it is empty, or has an odd number of bytes
+        fail(f'{path} does not hold 16-bit ids (uint16): {error}')
     first = tokens[:2 ** 23]
     if first.max() >= VOCAB_SIZE[tokenizer]:
         fail(f'{path} has the id {first.max()}; {tokenizer} has {VOCAB_SIZE[tokenizer]} tokens. '
              'The file must hold 16-bit ids (uint16) without a header')
-    if len(first) > 1 and not first[1::2].any():
+    if not first[1::2].any():
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
 

@@ -146,7 +146,7 @@ def get_encoder(tokenizer):
 def write_bins(texts, out, tokenizer, end=()):
     """Encode (split, text) pairs, each followed by the tokens `end`, to train.bin and val.bin."""
     encode = get_encoder(tokenizer)
-    tokens, size = Counter(train=0, val=0), Counter(train=0, val=0)
+    tokens = Counter(train=0, val=0)
     with open(out / 'train.bin', 'wb') as train, open(out / 'val.bin', 'wb') as val:
         files = {'train': train, 'val': val}
         texts = progress(texts, 'characters encoded', size=lambda pair: len(pair[1]))
@@ -156,12 +156,10 @@ def write_bins(texts, out, tokenizer, end=()):
                 ids = np.array([*row, *end], '<u2')
                 files[split].write(ids.tobytes())
                 tokens[split] += len(ids)
-                size[split] += len(text.encode())
     if min(tokens.values()) < 2:
         fail(f'{dict(tokens)} tokens: each split needs at least 2; use a longer text')
     print(f'{tokens["train"]:,} train and {tokens["val"]:,} val tokens')
-    return {'tokenizer': tokenizer, 'vocab_size': VOCAB_SIZE[tokenizer], 'tokens': tokens,
-            'bytes': size}
+    return {'tokenizer': tokenizer, 'vocab_size': VOCAB_SIZE[tokenizer], 'tokens': tokens}
 
 def pieces(splits, size=1 << 18):
     """{split: text} -> (split, piece) pairs that encode to the tokens of the whole text.

@@ -1871,7 +1871,7 @@ def test_prep_text_and_mistakes(tmp_path):
     cut = len(text) * 9 // 10
     for split, part in (('train', text[:cut].encode()), ('val', text[cut:].encode())):
         assert before[f'my.notes/{split}.bin'] == uint16(part)
-        assert meta['tokens'][split] == meta['bytes'][split] == len(part)
+        assert meta['tokens'][split] == len(part)
     assert meta == json.loads(before['my.notes/meta.json']) and meta['vocab_size'] == 256
     pieces = [piece for _, piece in prepare_data.pieces({'train': PROSE}, 50)]
     assert ''.join(pieces) == PROSE and len(pieces) > len(PROSE) / 200
