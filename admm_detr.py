@@ -1407,12 +1407,10 @@ def read_weights(path, **settings):
 def write_log(folder, log):
     """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, dict.fromkeys(name for row in log for name in row))
-        writer.writeheader()
-        writer.writerows(log)
-        Path(folder, 'log.part').write_text(text.getvalue())
-        os.replace(Path(folder, 'log.part'), Path(folder, 'log.csv'))
+        with open(Path(folder, 'log.csv'), 'w', newline='') as file:
+            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+            writer.writeheader()
+            writer.writerows(log)
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
