@@ -939,16 +939,12 @@ def load_checkpoint(path, foreign=False):
             from safetensors.torch import load_file
             return load_file(path)
         saved = torch.load(path, map_location='cpu', weights_only=True)
-    except ImportError:
-        raise  # no safetensors here
-    except FileNotFoundError:
-        fail(f'there is no file {path}')
-    except Exception as error:  # PyTorch raises half a dozen kinds
+    except Exception as error:  # no such file, no safetensors, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds an object, {held[1]}, and could run code: save the weights alone, '
                  'with torch.save(model.state_dict(), FILE)')
-        fail(f'{path} is not a usable checkpoint: {" ".join(str(error).split())[:150]}')
+        fail(f'{path} cannot be read: {" ".join(str(error).split())[:150]}')
     if not foreign and (type(saved) is not dict or saved.get('script') != SCRIPT):
         fail(f'{path} is not a checkpoint of {SCRIPT}.py')
     return saved

@@ -486,7 +486,7 @@ def test_gpt_init(tmp_path):
     refuse(gpt, ['extra'], *flags)
     torch.save([*state.values()], file)
     refuse(gpt, ['holds a list'], *flags)
-    refuse(gpt, ['no file none.pt'], *flags, '--init', 'none.pt')
+    refuse(gpt, ['none.pt', 'No such file'], *flags, '--init', 'none.pt')
 
 def test_gpt_diagnose():
     """One layer by hand; belief-star has two matrices, in this order.  [BF Eq. 15]"""
