@@ -749,7 +749,7 @@ def load_checkpoint(path, foreign=False):
             fail(f'{path} holds an object, {held[1]}, and could run code: save the weights alone, '
                  'with torch.save(model.state_dict(), FILE)')
         fail(f'{path} cannot be read: {" ".join(str(error).split())[:150]}')
-    if not foreign and (type(saved) is not dict or saved.get('script') != SCRIPT):
+    if not foreign and saved.get('script') != SCRIPT:
         fail(f'{path} is not a checkpoint of {SCRIPT}.py')
     return saved
 
@@ -757,8 +757,6 @@ def read_weights(path, **settings):
     """{name: tensor} from a checkpoint, ours or another program's, without the prefixes that
     wrappers add. `settings`, such as n_head=4, do not show in shapes: the file must agree."""
     saved = load_checkpoint(path, foreign=True)
-    if not isinstance(saved, dict):
-        fail(f'{path} holds a {type(saved).__name__}, not tensors by name')
     theirs = saved.get('config', saved.get('model_args', {}))  # ours, nanoGPT's
     for name, value in settings.items():
         if theirs.get(name, value) != value:
