@@ -825,10 +825,7 @@ def load_run(c, name='best.pt'):
         fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{folder} was trained by another version of {SCRIPT}.py: its weights do not fit')
+    model.load_state_dict(saved['model'])
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):
