@@ -1481,9 +1481,7 @@ def train_and_report(c, where=SCRIPT):
 def parse(argv=None):
     """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
     words = list(sys.argv[1:] if argv is None else argv)
-    action = words.pop(0) if words and not words[0].startswith('-') else 'train'
-    if action not in ACTIONS:
-        fail(f'{action}: choose from {", ".join(ACTIONS)}')
+    action = words.pop(0) if words and words[0] in ACTIONS else 'train'
     p = argparse.ArgumentParser(
         usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         description=SOURCE.decode().partition('class Config:\n    """')[2].partition('    def ')[0],

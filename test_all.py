@@ -2471,7 +2471,7 @@ def test_mistakes(tmp_path):
                   detr: ['detect', '--images', 'a.jpg'], mask: ['sample']}[script]
         refuse(script, ['no run'], *action, *flags)
         refuse(script, ['--sed'], *flags, '--sed', '3')
-        refuse(script, ['trane', 'train, '], 'trane')
+        refuse(script, ['trane'], 'trane')
         refuse(script, ['dtype', 'float32'], '--dtype', 'float8')
         for field in dataclasses.fields(script.Config):
             if field.type in (int, float) and field.name not in script.CHOICES:
