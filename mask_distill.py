@@ -44,7 +44,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import zlib
@@ -1037,9 +1036,6 @@ def train_and_report(c, where=SCRIPT):
     except KeyboardInterrupt:
         print(f'\nstopped; continue with: python {SCRIPT}.py --resume --folder {folder}')
         raise SystemExit(130)
-    finally:
-        if RANK == 0 and not (folder / 'ckpt.pt').exists():
-            shutil.rmtree(folder)  # nothing is lost, and the name is free again
     if RANK == 0:
         print(report(c, model.eval(), log, folder, data))
     return dict(log[-1], log=log, folder=folder)

@@ -2292,7 +2292,7 @@ def test_resume_and_folders(tmp_path):
                              (['no-such-data', 'prepare_data.py'], '--data', 'no-such-data'),
                              (['nowhere.pt'], '--init', tmp_path / 'nowhere.pt')):
             refuse(script, words, *flags, *more)
-        assert len([*first.parent.glob('*')]) == 2  # a mistake uses up no number
+        assert len([*first.parent.glob('*')]) == 3  # of these mistakes, only --init's used a number
 
 def test_own_data_and_folder(tmp_path):
     """train(c, folder, data) with arrays of one's own, as in a notebook."""
