@@ -890,19 +890,18 @@ VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git'
 
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
-    name, dtype = c.device, c.dtype
+    name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if name.startswith('cuda') and not torch.cuda.is_available():
-        fail(f'--device {name}: PyTorch finds no CUDA device here')
     if name == 'cuda':
         name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
     if name.startswith('cuda'):
+        if not torch.cuda.is_available():
+            fail(f'--device {c.device}: PyTorch finds no CUDA device here')
         torch.cuda.set_device(name)
-    if dtype == 'auto':
-        dtype = 'float32'
-        if name.startswith('cuda'):
-            dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
+        dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
+    if c.dtype != 'auto':
+        dtype = c.dtype
     if c.threads:
         torch.set_num_threads(c.threads)
     return torch.device(name), getattr(torch, dtype)
