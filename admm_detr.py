@@ -1442,9 +1442,8 @@ def last_folder(folder, out_dir):
     """--folder or else the newest checkpoint's folder; None if there is none."""
     if folder:
         return Path(folder)
-    checkpoints = Path(out_dir, SCRIPT).glob('*/ckpt.pt')
-    newest = max(checkpoints, key=os.path.getmtime, default=None)
-    return newest.parent if newest else None
+    checkpoints = sorted(Path(out_dir, SCRIPT).glob('*/ckpt.pt'), key=os.path.getmtime)
+    return checkpoints[-1].parent if checkpoints else None
 
 def load_run(c, name='best.pt'):
     """Settings and model of --folder, or of the last run, with its best weights."""
