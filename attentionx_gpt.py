@@ -744,8 +744,7 @@ def load_checkpoint(path, foreign=False):
     except Exception as error:  # no such file, no safetensors, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
-            fail(f'{path} holds an object, {held[1]}, and could run code: save the weights alone, '
-                 'with torch.save(model.state_dict(), FILE)')
+            fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
         fail(f'{path} cannot be read: {" ".join(str(error).split())[:150]}')
     if not foreign and saved.get('script') != SCRIPT:
         fail(f'{path} is not a checkpoint of {SCRIPT}.py')
