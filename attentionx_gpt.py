@@ -865,21 +865,25 @@ def parse(argv=None):
         if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
             fail(f'{name} {value}: must be from {lowest} to {highest}')
     folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if not given.get('resume') or not folder:  # nothing to resume: this is the first run
-        if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
-        return action, Config(**{**given, 'resume': False})
+    if given.get('resume') and folder:
+        return action, resumed(folder, given)
+    if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
+        print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
+    return action, Config(**{**given, 'resume': False})  # there is nothing to resume
+
+def resumed(folder, given):
+    """Config of the run in `folder`. `given` may raise max_iters and change the machine's fields."""
     saved = load_checkpoint(folder / 'ckpt.pt')
-    config = {**asdict(Config()), **saved['config']}
-    names = [f.name for f in fields(Config)]
+    config, step = {**asdict(Config()), **saved['config']}, saved['progress'][0]
+    names = list(config)
     for name in names[:names.index('device')]:
         if name != 'max_iters' and given.get(name, config[name]) != config[name]:
             fail(f'--resume: {folder} has --{name.replace("_", "-")} {config[name]}, which stays')
-    if given.get('max_iters', config['max_iters']) < saved['progress'][0]:
-        fail(f'--max-iters {given["max_iters"]}: {folder} is at step {saved["progress"][0]}')
+    if given.get('max_iters', step) < step:
+        fail(f'--max-iters {given["max_iters"]}: {folder} is at step {step}')
     if saved['version'] != VERSION:
         print(f'note    {SCRIPT}.py has changed since {folder} was saved')
-    return action, Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
+    return Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
