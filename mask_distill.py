@@ -979,14 +979,14 @@ def draw(path, logs, panels):
         return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
     colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
     picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
-    for axis, (title, *names) in zip(picture.subplots(1, len(panels), squeeze=False)[0], panels):
+    for i, (title, *names) in enumerate(panels, 1):
+        axis = picture.add_subplot(1, len(panels), i, xlabel='step', title=title)
         for (label, log), colour in zip(logs.items(), colours):
             for name, line in zip(names, ('.-', '.--')):
                 rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
                 axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
                           color=colour, label=label)
                 label = None  # once in the legend
-        axis.set(xlabel='step', title=title)
         axis.grid(alpha=0.3)
     axis.legend()
     picture.savefig(path)
