@@ -55,6 +55,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 import zlib
@@ -1171,6 +1172,7 @@ def train(c, folder=None, data=None):
     if c.resume:
         saved = load_checkpoint(Path(folder, 'ckpt.pt'))
         model.load_state_dict(saved['model'])
+        # only its moments: weight decay and the like are those of c
         optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
         if saved['scaler']:  # it was trained in float16
             scaler.load_state_dict(saved['scaler'])
@@ -1192,7 +1194,8 @@ def train(c, folder=None, data=None):
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
             log, losses = [*log, row], []
-            if not row['AP'] < max(past['AP'] for past in log):  # also where it is nan
+            best = max(past['AP'] for past in log)  # this row included
+            if row['AP'] >= best or math.isnan(best):
                 save(folder, 'best.pt', state)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
@@ -1513,7 +1516,9 @@ def resumed(folder, given):
         fail(f'--max-iters {given["max_iters"]}: {folder} is at step {step}')
     if saved['version'] != VERSION:
         print(f'note    {SCRIPT}.py has changed since {folder} was saved')
-    return Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
+    config['device'] = 'auto'  # this machine may be another
+    config.update(given, folder=str(folder))
+    return Config(**config)
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""

@@ -52,6 +52,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 import zlib
@@ -257,10 +258,9 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.config = c
-        gamma = default_gamma(c)
+        self.gamma = default_gamma(c)
         if c.attention == 'attentionx-learned':
-            gamma = nn.Parameter(torch.full((c.num_heads, 1), gamma))
-        self.gamma = gamma
+            self.gamma = nn.Parameter(torch.full((c.num_heads, 1), self.gamma))
         width = c.num_heads * c.head_size
         self.qkv = nn.Linear(c.embed_dim, 3 * width, bias=c.model == 'deit-small')
         self.proj = nn.Linear(width, c.embed_dim)  # W^o
@@ -879,6 +879,7 @@ def train(c, folder=None, data=None):
     if c.resume:
         saved = load_checkpoint(Path(folder, 'ckpt.pt'))
         model.load_state_dict(saved['model'])
+        # only its moments: weight decay and the like are those of c
         optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
         if saved['scaler']:  # it was trained in float16
             scaler.load_state_dict(saved['scaler'])
@@ -903,7 +904,7 @@ def train(c, folder=None, data=None):
             if step == c.max_iters:  # the test set is used only at the end
                 row['test_acc'] = loss_and_accuracy(model, *data.test, c, device)[1]
             log, losses = [*log, row], []
-            if not row['val_acc'] < max(past['val_acc'] for past in log):  # also where it is nan
+            if row['val_acc'] >= max(past['val_acc'] for past in log):
                 save(folder, 'best.pt', state)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
@@ -1203,7 +1204,9 @@ def resumed(folder, given):
         fail(f'--max-iters {given["max_iters"]}: {folder} is at step {step}')
     if saved['version'] != VERSION:
         print(f'note    {SCRIPT}.py has changed since {folder} was saved')
-    return Config(**{**config, 'device': 'auto', **given, 'folder': str(folder)})
+    config['device'] = 'auto'  # this machine may be another
+    config.update(given, folder=str(folder))
+    return Config(**config)
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
