@@ -816,9 +816,9 @@ def load_data(c):
         train.images = [image for i, image in enumerate(train.images) if i % 10]
     if train.classes != val.classes:
         fail(f'--data {c.data}: the two files of annotations differ in their categories')
-    for split, n in (train, None), (val, c.eval_rows or None):
-        if not any(image['labels'] for image in split.images[:n]):
-            fail(f'{split.path} has no object in the photos that are used')
+    for split in train, val:
+        if not any(image['labels'] for image in split.images):
+            fail(f'{split.path} has no object to find')
         split[0, None]  # a photo that does not fit is refused before the run has a folder
     most = max(len(image['labels']) for image in train.images + val.images)
     about = (f'{folder}, {len(train):,} photos, {len(val):,} held out; up to {most} objects in '
