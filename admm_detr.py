@@ -415,15 +415,15 @@ class SmallBackbone(nn.Sequential):
     """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
     def __init__(self, stride):
         super().__init__()
-        c_in, width = 3, 32
-        while stride >= 1:  # for 8: 32, 64, 96, 96 channels with strides 2, 2, 2, 1
-            step = 2 if stride > 1 else 1
-            self.append(nn.Conv2d(c_in, width, 3, step, 1, bias=False))
-            self.append(nn.GroupNorm(8, width))
+        halvings = int(math.log2(stride))
+        widths = [3, 32, 64, 96, 96, 96, 96]
+        for i in range(halvings + 1):
+            c_in, c_out = widths[i], widths[i + 1]
+            step = 2 if i < halvings else 1
+            self.append(nn.Conv2d(c_in, c_out, 3, step, 1, bias=False))
+            self.append(nn.GroupNorm(8, c_out))
             self.append(nn.ReLU())
-            c_in, width = width, min(96, width + 32)
-            stride //= 2
-        self.channels = c_in  # 96
+        self.channels = 96
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's:
