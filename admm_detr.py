@@ -528,11 +528,10 @@ class DETR(nn.Module):
         self.config = c = config
         C = c.hidden_dim
         body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone(c.stride)
-        encoder = nn.ModuleDict(dict(
-            layers=nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))))
-        decoder = nn.ModuleDict(dict(
-            layers=nn.ModuleList(DecoderLayer(c) for _ in range(c.dec_layers)),
-            norm=nn.LayerNorm(C)))
+        layers = nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))
+        encoder = nn.ModuleDict(dict(layers=layers))
+        layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.dec_layers))
+        decoder = nn.ModuleDict(dict(layers=layers, norm=nn.LayerNorm(C)))
         self.transformer = nn.ModuleDict(dict(encoder=encoder, decoder=decoder))
         self.class_embed = nn.Linear(C, c.num_classes + 1)
         self.bbox_embed = MLP(C, 4)
