@@ -967,10 +967,10 @@ def coco_ap(ground_truth, detections):
     scores = np.full((4, len(AREAS), len(IOUS), len(categories)), np.nan)
     for a, (low, high) in enumerate(AREAS):
         counts = [low <= true['area'] <= high and not true['iscrowd'] for true in truth]
-        wanted = Counter(true['category_id'] for true, n in zip(truth, counts) if n)
-        for k, category in enumerate(categories):
-            n = wanted[category]
-            for t, threshold in enumerate(IOUS if n else []):
+        wanted = Counter(true['category_id'] for true, it_counts in zip(truth, counts) if it_counts)
+        for category, n in wanted.items():
+            k = categories.index(category)
+            for t, threshold in enumerate(IOUS):
                 rank, right = right_or_wrong(found[category], truth, counts, threshold, low, high)
                 recalls = [right[rank < most].sum() / n for most in (1, 10, 100)]
                 scores[:, a, t, k] = [average_precision(right, n), *recalls]
