@@ -1290,10 +1290,11 @@ def report(c, model, log, folder, data):
     answers = [find(model, *example, c.threshold) for example in examples[:4]]
     draw_found(folder / 'detections.png', examples[:4], answers, model.config.classes)
     guess = chance([target for _, target in examples])
+    last = log[-1]
     other = 'softmax' if c.cross_attention != 'softmax' else 'admm'
-    return ('\nresult  AP {AP:.3f}, AP50 {AP50:.3f}; '.format(**log[-1])
-            + "another image's objects get {AP:.3f}, {AP50:.3f}\n".format(**guess)
-            + f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
+    return (f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f}; '
+            f"another image's objects get {guess['AP']:.3f}, {guess['AP50']:.3f}\n"
+            f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --cross-attention {other}, or: '
             f'python {SCRIPT}.py detect --folder {folder} --images PHOTO')
 
