@@ -328,8 +328,7 @@ DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0,
                 threads=0)
-# (2) as OA has it, for its tables and recipe. [choice] 15 iterations: for an untrained model's
-# tokens they leave x off by 40 % of its length, and the sum in (2) by 3 %; 1000 get within 1 %.
+# (2) as OA has it, for its tables and recipe. [choice] 15 iterations; x within 1 % takes 1000.
 # [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
 OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15,
           random_tokens=32)
