@@ -748,7 +748,7 @@ class CocoFolder:
             W, H = image['width'], image['height']
             if not (left <= W and top <= H and right >= 0 and bottom >= 0):  # nan is not, either
                 fail(f'{its} bbox {bbox} is outside its photo of {W} x {H} pixels')
-            beyond += left < -1 or top < -1 or right > W + 1 or bottom > H + 1
+            beyond += min(left, top, W - right, H - bottom) < -1  # by more than a pixel
             largest = max(largest, *bbox)
             left, right = max(left / W, 0), min(right / W, 1)  # cut off at the edges
             top, bottom = max(top / H, 0), min(bottom / H, 1)
