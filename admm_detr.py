@@ -629,7 +629,8 @@ class Shapes:
         row, rng = key
         rng = rng or stream('validation', row)
         boxes = []  # centre and size, 0 to 1
-        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
+        n = rng.integers(1, 5)
+        for size in rng.uniform(0.18, 0.5, (n, 2)):
             for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):  # ten attempts
                 box = [*centre.tolist(), *size.tolist()]
                 if not any(overlap(box, other) for other in boxes):
