@@ -1228,15 +1228,16 @@ def find(model, image, target, threshold):
     map (H, W), 0 to 1, of where the surest query looks in the last decoder layer.  [OA Fig. 1]"""
     images = image[None].to(model.query_embed.weight.device)  # (1, 3, H, W)
     attn = model.transformer.decoder['layers'][-1].multihead_attn
-    calls = []
+    calls = []  # what the layer's attention is called with: q, k, v, padding
     hook = attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
     found = post_process(model(images), [target])  # one for each query
     hook.remove()
-    x, _ = attn.coefficients(*attn.heads(*calls[0][:3]))  # (1, nh, Q, N)
+    q, k, v, _ = calls[0]
+    x, _ = attn.coefficients(*attn.heads(q, k, v))  # (1, nh, Q, N)
     surest = np.argmax([one['score'] for one in found])
-    light = x[:, :, surest].abs().mean(1)  # (1, N): the mean of the heads
     _, _, _, grid = model.encode(images)
-    light = F.interpolate(light.view(1, 1, *grid), image.shape[1:])[0, 0].cpu().numpy()
+    light = x[0, :, surest].abs().mean(0).view(1, 1, *grid)  # (1, 1, h, w): the mean of the heads
+    light = F.interpolate(light, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
     found = [one for one in found if one['score'] >= threshold]
     found.sort(key=lambda one: one['score'], reverse=True)
     return found, light / light.max().clip(1e-12)
@@ -1285,7 +1286,7 @@ def report(c, model, log, folder, data):
         ('AP, dashed: AP50', 'AP', 'AP50')])
     n = min(len(data.val), c.eval_rows or 200)
     examples = [data.val[row, None] for row in range(n)]
-    answers = [find(model, *example, c.threshold) for example in examples[:4]]
+    answers = [find(model, image, target, c.threshold) for image, target in examples[:4]]
     draw_found(folder / 'detections.png', examples[:4], answers, model.config.classes)
     guess = chance([target for _, target in examples])
     last = log[-1]
