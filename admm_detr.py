@@ -981,17 +981,17 @@ def coco_ap(ground_truth, detections):
     return figures
 
 def compare_boxes(truth, detections):
-    """-> {category: detections, the surest first, at most 100 an image}; each is its rank in its
-    image, its area, and its IoU with annotations of the category there, {index in truth: IoU}."""
-    of_place = defaultdict(list)  # indices of a category's annotations in an image
+    """-> {category: [(rank, area, ious), ...]}, the surest detection first: its rank in its image,
+    where 100 are kept; its area; and its IoU with each true box there, {index in truth: IoU}."""
+    indices = defaultdict(list)  # of true boxes in truth, by category and image
     for i, true in enumerate(truth):
-        of_place[true['category_id'], true['image_id']].append(i)
+        indices[true['category_id'], true['image_id']].append(i)
     found, ranks = defaultdict(list), defaultdict(int)
     for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
         place = one['category_id'], one['image_id']
         if ranks[place] < 100:
             _, _, w, h = one['bbox']
-            ious = {i: iou(one, truth[i]) for i in of_place[place]}
+            ious = {i: iou(one, truth[i]) for i in indices[place]}
             found[one['category_id']].append((ranks[place], w * h, ious))
         ranks[place] += 1
     return found
