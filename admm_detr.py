@@ -590,10 +590,10 @@ def init_weights(model, seed):
             p.uniform_(-bound, bound, generator=generator)
 
 # ------------------------------------ data ------------------------------------
-# A data set has len, classes, and [row, rng] -> image, target. rng, a NumPy generator, makes random
-# flips and sizes; in evaluation it is None. image: (3, H, W), normalised. target: labels (n,);
-# boxes (n, 4), centre and size as fractions of the image; and for AP: annotations in COCO's json
-# form, image_id, orig_size (height, width).
+# A data set has len, classes, and dataset[row, rng] -> image, target. For training, rng is a NumPy
+# generator, which draws shapes, or the flip and size of a photo; for evaluation it is None.
+# image: (3, H, W), normalised. target: labels (n,); boxes (n, 4), centre and size as fractions of
+# the image; and for AP: annotations in COCO's json form, image_id, orig_size (height, width).
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
