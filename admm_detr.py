@@ -141,7 +141,7 @@ def lasso(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6,
     z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
     for _ in range(iterations):
         x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
-        v = torch.add(v, x - z, alpha=relax)  # v + relax * (x - z): x + u if relax is 1
+        v = torch.add(v, x - z, alpha=relax)  # v was z + u: with relax 1 it is now x + u
         # (3b): argmin lambda ||z||_1 + e ||z||^2 + rho ||z - v||^2
         z = F.relu(v - threshold) if positive else soft(v, threshold)
         z = without_self(z / (1 + e / rho), is_self)
