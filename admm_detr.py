@@ -616,7 +616,7 @@ def overlap(a, b):
     height = max(0, (ah + bh) / 2 - abs(ay - by))
     return width * height >= 0.15 * min(aw * ah, bw * bh)
 
-class Shapes:
+class Drawings:
     """n drawings of one to four shapes, which need no files and no network."""
     def __init__(self, n, side):
         self.n, self.side, self.classes = n, side, list(SHAPES)
@@ -793,11 +793,11 @@ class CocoFolder:
                            image_id=info['id'], orig_size=size[::-1])
 
 def load_data(c):
-    """-> train and val: Shapes, or CocoFolders of a folder with photos in train2017/ and val2017/
+    """-> train and val: Drawings, or CocoFolders of a folder with photos in train2017/, val2017/
     and annotations/instances_train2017.json, ... With a single split, every tenth photo is val."""
     if c.data == 'builtin':
         return SimpleNamespace(
-            train=Shapes(10 ** 6, c.image_size), val=Shapes(200, c.image_size),
+            train=Drawings(10 ** 6, c.image_size), val=Drawings(200, c.image_size),
             about='drawn shapes, always new; expect AP near 0 for the first 500 steps or more')
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     names = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]

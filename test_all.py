@@ -1250,7 +1250,7 @@ def test_detr_shapes():
     """Boxes hug what is drawn, a kind of your own included, and do not overlap."""
     areas, drawn = dict(rectangle=1, disc=math.pi / 4, triangle=0.5, diamond=0.5), set()
     with patch.dict(detr.SHAPES, diamond=lambda x, y, tip: abs(x - 0.5) + abs(y - 0.5) <= 0.5):
-        data = detr.Shapes(60, 64)
+        data = detr.Drawings(60, 64)
         assert (data[7, np.random.default_rng(0)][0] != data[7, None][0]).any()
         for image, target in [data[row, None] for row in range(60)]:
             boxes = target['boxes']
