@@ -824,8 +824,9 @@ def load_data(c):
 
 # --------------------------- matching, losses, average precision ---------------------------
 def assign(cost):
-    """cost (n, m) -> rows, columns of the cheapest assignment. Rows are added one by one, each by
-    the cheapest chain of changes that ends in a free column (Bellman-Ford)."""
+    """cost (n, m) -> rows, columns of the cheapest assignment. Rows get their columns one after
+    another. A row may take a column from its owner, which then takes another, and so on, until one
+    ends in a free column: the cheapest such chain of changes is found by Bellman-Ford."""
     n, m = cost.shape
     if n > m:
         columns, rows = assign(cost.T)
@@ -1504,7 +1505,7 @@ def parse(argv=None):
     return action, Config(**{**given, 'resume': False})  # there is nothing to resume
 
 def resumed(folder, given):
-    """Config of the run in `folder`. `given` may raise max_iters and change the machine's fields."""
+    """Config of the run in `folder`. `given` may raise max_iters, and set the machine's fields."""
     saved = load_checkpoint(folder / 'ckpt.pt')
     config, step = {**asdict(Config()), **saved['config']}, saved['progress'][0]
     names = list(config)

@@ -1071,7 +1071,7 @@ def parse(argv=None):
     return action, Config(**{**given, 'resume': False})  # there is nothing to resume
 
 def resumed(folder, given):
-    """Config of the run in `folder`. `given` may raise max_iters and change the machine's fields."""
+    """Config of the run in `folder`. `given` may raise max_iters, and set the machine's fields."""
     saved = load_checkpoint(folder / 'ckpt.pt')
     config, step = {**asdict(Config()), **saved['config']}, saved['progress'][0]
     names = list(config)
