@@ -90,9 +90,10 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
         if causal:
             q = q[:, :, 1:]  # query t + 1 sees keys 0..t: causal again
     mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    mh = mh.transpose(1, 2)
     if zero_diag and causal:
-        mh = F.pad(mh, (0, 0, 1, 0))  # the first token's 0
-    return mh.transpose(1, 2)
+        mh = F.pad(mh, (0, 0, 0, 0, 1, 0))  # the first token's 0
+    return mh
 
 def orthogonal(mh, v, dims):
     """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
