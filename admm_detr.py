@@ -319,6 +319,8 @@ class Config:
             fail(f'--hidden-dim {self.hidden_dim} must be a multiple of 4 and of --nheads')
         if self.self_attention == 'l2':
             fail('--self-attention l2 would give back the query: choose another')
+        if 'printed' in self.variant and self.iterations > 20:
+            fail('--iterations: the printed formulas double their state in each: use at most 20')
 
     @property
     def variant(self):

@@ -2501,6 +2501,7 @@ def test_mistakes_of_one_script(tmp_path):
             (vit, ['dropout 1.5'], '--dropout', 1.5),
             (detr, ['--self-attention l2'], '--self-attention', 'l2'),
             (detr, ['power', '5'], '--power', 2), (detr, ['--hidden-dim 16'], '--nheads', 5),
+            (detr, ['--iterations'], '--cross-attention', 'admm-printed', '--iterations', 21),
             *((mask, ['--masks', 'window:N'], '--masks', bad)
               for bad in ('nonsense', '', 'window', 'window:0')),
             (mask, ['--n-head 3'], '--n-head', 3),
