@@ -90,11 +90,17 @@ def tiny(script, path, *more):
         flags += ['--data', path / 'text.txt']
     return [str(word) for word in (*flags, *more)]
 
-def run(script, *argv):
-    """script.main(argv) in this process -> its exit code, stdout, stderr and result."""
+BLANK = contextlib.nullcontext()
+if importlib.util.find_spec('matplotlib'):
+    BLANK = patch('matplotlib.figure.Figure.savefig', lambda picture, path: path.touch())
+
+def run(script, *argv, draw=False):
+    """script.main(argv) in this process -> its exit code, stdout, stderr and result. Its pictures
+    are empty files, unless `draw`: they take longer than all else in a short run."""
     out, err = io.StringIO(), io.StringIO()
     code, result = 0, None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    pictures = contextlib.nullcontext() if draw else BLANK
+    with pictures, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             result = script.main([str(word) for word in argv])
         except SystemExit as error:
@@ -2292,6 +2298,13 @@ def test_resume_and_folders(tmp_path):
                              (['nowhere.pt'], '--init', tmp_path / 'nowhere.pt')):
             refuse(script, words, *flags, *more)
         assert len([*first.parent.glob('*')]) == 3  # of these mistakes, only --init's used a number
+
+@wants('matplotlib')
+def test_pictures_of_a_run(tmp_path):
+    for script in SCRIPTS:
+        end = run(script, *short_run(script, tmp_path), draw=True)
+        sizes = {file.name: file.stat().st_size for file in end.result['folder'].glob('*.png')}
+        assert 'curves.png' in sizes and len(sizes) > 1 and min(sizes.values()) > 5000, sizes
 
 def test_own_data_and_folder(tmp_path):
     """train(c, folder, data) with arrays of one's own, as in a notebook."""
