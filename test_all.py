@@ -2255,8 +2255,9 @@ def test_no_clipping(tmp_path):
 
 def test_resume_bit_for_bit(tmp_path):
     """Stopped between two evaluations, then resumed as the last line says: weights, log and best
-    weights and, in float16, the scale of the loss are those of a run that was not stopped."""
-    for script, dtype in [*((script, 'float32') for script in SCRIPTS), (gpt, 'float16')]:
+    weights and, in float16, the scale of the loss are those of a run that was not stopped. It has
+    lost no step but, perhaps, the first to an overflow."""
+    for script, dtype in [*((script, 'float16') for script in SCRIPTS), (gpt, 'float32')]:
         flags = short_run(script, tmp_path, '--grad-accum-steps', 2, *CPU, '--dtype', dtype)
         whole = done(script, *flags)
         with interrupted(script, 5):
@@ -2265,11 +2266,11 @@ def test_resume_bit_for_bit(tmp_path):
         words = shlex.split(end.out.splitlines()[-1].partition('.py ')[2])
         end = run(script, *words, *CPU)
         assert end.code == 0 and 'from step 3' in end.out, (script.SCRIPT, end.err)
-        for name in ('ckpt.pt', 'best.pt'):
+        for name in ('best.pt', 'ckpt.pt'):
             want, got = load(whole['folder'] / name), load(end.result['folder'] / name)
             assert same(want['model'], got['model']), (script.SCRIPT, name)
             assert want['scaler'] == got['scaler'], (want['scaler'], got['scaler'])
-            assert want['scaler'].get('scale', 1) > 1 or dtype == 'float32'
+        assert dtype == 'float32' or want['scaler']['_growth_tracker'] >= 5, want['scaler']
         logs = [[{**row, 'seconds': 0} for row in result['log']] for result in (whole, end.result)]
         assert repr(logs[0]) == repr(logs[1]), script.SCRIPT  # repr: there may be nan
         text = (end.result['folder'] / 'log.csv').read_text()
@@ -2450,13 +2451,6 @@ def test_one_graph(tmp_path):
         inputs = batch[:2] if script in (gpt, detr) else batch[:1]
         found = torch._dynamo.explain(model)(*inputs)
         assert found.graph_count <= 1, (script.SCRIPT, found.break_reasons)
-
-def test_float16_skips_few_steps(tmp_path):
-    """Of the first steps of a default run, at most one: variants should lose none to overflows."""
-    for script in SCRIPTS:
-        done(script, *short_run(script, tmp_path, *CPU, '--dtype', 'float16'))
-        scale = checkpoint(script, tmp_path / 'out')['scaler']['scale']
-        assert scale >= 256, (script.SCRIPT, scale)
 
 @unittest.skipUnless(DEVICE.startswith('cuda'), 'no CUDA GPU is here')
 def test_cuda(tmp_path):
