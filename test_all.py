@@ -2416,11 +2416,14 @@ VARIANTS = {  # settings of every variant of each script
            for masks in ('window:4+sinks:1', 'last5', 'offset:1', 'all')],
 }
 
+ONE_LAYER = {gpt: dict(n_layer=1), vit: dict(depth=1), detr: dict(dec_layers=1, iterations=2),
+             mask: {}}  # as many as its teacher
+
 def small_case(script, path, device, **settings):
     """Model, first batch and Config of a small run."""
     with QUIET:
         _, c = script.parse(short_run(script, path, *CPU))
-        c = dataclasses.replace(c, **settings)
+        c = dataclasses.replace(c, **ONE_LAYER[script], **settings)
         data = script.load_data(c)
         model = script.make_model(c, data).to(device).train()
         return model, script.get_batch(data, c, 0, 0, device), c
