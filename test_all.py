@@ -2671,10 +2671,12 @@ def test_compare_with_a_file(tmp_path):
     mine = tmp_path / 'mine.py'
     text = "import attentionx_gpt as gpt\ngpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n"
     mine.write_text(text)
-    flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--with', mine,
-             '--sweep', 'attention=softmax,mine', '--seeds', '0', '--csv', tmp_path / 'a.csv']
+    flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--with', mine, '--seeds', '0',
+             '--csv', tmp_path / 'a.csv', '--sweep']
     with patch.dict(gpt.ATTENTION):
-        rows = done(compare, *flags, '--workers', 2)
+        done(compare, *flags, 'attention=softmax')
+        flags.append('attention=softmax,mine')
+        rows = done(compare, *flags, '--workers', 2)  # only one run is left
         assert [row['case'] for row in rows] == ['softmax', 'mine'] and rows[1]['diff'] != 0
         for row in compare.read_rows(tmp_path / 'a.csv'):
             assert (row['script'], row['with']) == (gpt.VERSION, compare.blob(mine))
