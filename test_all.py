@@ -52,6 +52,8 @@ import belief_vit as vit
 import mask_distill as mask
 import prepare_data
 importlib.import_module('variants')  # adds its rows to gpt.ATTENTION
+if importlib.util.find_spec('PIL'):
+    Image = importlib.import_module('PIL.Image')
 if importlib.util.find_spec('scipy'):
     compare = importlib.import_module('compare')
 
@@ -119,9 +121,10 @@ def refuse(script, words, *argv):
     assert end.code == 2 and end.err.count('\n') == 1, (argv, end.code, end.err)
     assert all(word in end.err for word in words), (argv, words, end.err)
 
-def wants(package):
-    """A decorator: skip the test where this package is missing."""
-    return unittest.skipUnless(importlib.util.find_spec(package), f'{package} is not installed')
+def wants(*packages):
+    """A decorator: skip the test where one of these is missing."""
+    missing = [name for name in packages if not importlib.util.find_spec(name)]
+    return unittest.skipIf(missing, f'not installed: {" ".join(missing)}')
 
 @contextlib.contextmanager
 def folder():
@@ -574,7 +577,6 @@ def vit_data(path):
 
 def vit_photos(root, **counts):
     """Photos in root/COLOUR/*."""
-    from PIL import Image
     for colour, n in counts.items():
         (root / colour).mkdir(parents=True)
         for i in range(n):
@@ -841,7 +843,6 @@ def test_vit_photos(tmp_path):
 @wants('PIL')
 def test_vit_read_photo(tmp_path):
     """The crop by hand; forms of one photo are read alike; a damaged one is named."""
-    from PIL import Image
     noise, path = Image.effect_noise((120, 80), 99), str(tmp_path / 'noise.png')
     noise.save(path)
     for size, chance, box in (  # left, top, right, bottom
@@ -1333,7 +1334,6 @@ def drawn(w, h):
 
 def coco_folder(path):
     """Photos and annotations in COCO's layout -> the flags of a run on them."""
-    from PIL import Image
     for name in ('train2017', 'val2017'):
         (path / name).mkdir()
         annotate(path, name)
@@ -1422,7 +1422,6 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
 def test_detr_photos(tmp_path):
     """Flips and sizes are DETR's, for photos and their boxes; photos that lie on their side or have
     16 bits are read."""
-    from PIL import Image
     coco_folder(tmp_path)
     with QUIET:
         train = detr.load_data(detr_config(data=str(tmp_path), image_size=50)).train
@@ -1453,8 +1452,7 @@ def test_detr_photos(tmp_path):
     with unittest.TestCase().assertRaisesRegex(OSError, 'float.tif.*unknown range'):
         detr.read_photo(tmp_path / 'float.tif')
 
-@wants('PIL')
-@wants('matplotlib')
+@wants('PIL', 'matplotlib')
 def test_detr_detects(tmp_path):
     """A run on photos finds things in others and draws them; light is where the surest query
     looks; nothing is said of objects of a size that no photo has."""
@@ -1975,7 +1973,6 @@ def test_prep_check_tokens_and_arrays(tmp_path):
 @wants('PIL')
 def test_prep_check_photos_and_coco(tmp_path):
     """In clean folders nothing is wrong; in others every fault is listed."""
-    from PIL import Image
     photos, coco = tmp_path / 'photos', tmp_path / 'coco'
     def save(*names, kind='RGB', **more):
         for name in names:
@@ -2103,8 +2100,7 @@ def test_tables_of_the_record(tmp_path):
     figures -= set(re.findall(r'\d\.\d\d+', results))
     assert not figures, f'README has {figures}, results.md does not'
 
-@wants('scipy')
-@wants('matplotlib')
+@wants('scipy', 'matplotlib')
 def test_pictures_of_the_texts():
     """A text shows only pictures that figures.py draws, or that stand above their command. The code
     in method.png stands in the scripts: drawing it asserts that."""
@@ -2143,8 +2139,7 @@ def test_pasted_into_a_notebook(tmp_path):
             exec(source(script), module.__dict__)
             assert done(module, *short_run(script, tmp_path, '--max-iters', 2))['step'] == 2
 
-@wants('nbclient')
-@wants('ipykernel')
+@wants('nbclient', 'ipykernel')
 def test_notebook(tmp_path):
     """README's Colab cell in a real kernel: pictures appear, run again it continues."""
     nbclient, nbformat = map(importlib.import_module, ('nbclient', 'nbformat'))
