@@ -1380,38 +1380,35 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
     flags = coco_folder(tmp_path)
     image, other = COCO['images']
     one, *rest = COCO['annotations']
-    first = lambda **changes: dict(annotations=[{**one, **changes}, *rest])
-    every = lambda n, bbox: dict(annotations=n * [dict(one, bbox=bbox)])
     for words, changes in (
-            (['annotation 1', 'bbox None'], first(bbox=None)),
-            (['annotation 1', '[]'], first(bbox=[])),
-            (['annotation 1', "'5'"], first(bbox=['10', '5', '20', '10'])),
-            (['annotation 1', 'nan'], first(bbox=[1, 2, math.nan, 4])),
-            *((['annotation 1', 'outside', '40 x 30'], first(bbox=bbox))
-              for bbox in ([41, 2, 3, 4], [-4, 2, 3, 4], [1, 31, 3, 4], [1, -5, 3, 4])),
-            (['annotation 1', 'image_id 99'], first(image_id=99)),
-            (['annotation 2', 'category_id 4'], dict(categories=COCO['categories'][:1])),
-            *(([f'category id {i!r}'], dict(categories=[dict(id=i, name='no')]))
-              for i in (-1, 10 ** 5, 'cat')),
-            (['fractions'], every(4, [0.1, 0.1, 0.2, 0.3])),
-            (['corners'], every(12, [9, 9, 39, 29])),
-            *((['b.png', 'width', f'[{w!r}, 30]'], dict(images=[dict(image, width=w), other]))
-              for w in (0, '40')),
-            (['the same id'], dict(images=[image, dict(other, id='8')])),
-            (['has no', 'c.png'], dict(images=[image, dict(other, file_name='c.png')])),
-            (['(30, 60)', '(20, 30)'], dict(images=[image, dict(other, width=20, height=30)])),
-            (['no object'], dict(annotations=rest[1:])),
-            (["COCO's form", 'image_id'], dict(annotations=[dict(id=1)])),
-            (["COCO's form", 'NoneType'], dict(categories=None))):
+            ('annotation 1: bbox None', dict(bbox=None)),
+            ("annotation 1: bbox '5'", dict(bbox=['10', '5', '20', '10'])),
+            ('annotation 1: outside nan', dict(bbox=[1, 2, math.nan, 4])),
+            ('annotation 1: outside 40 x 30', dict(bbox=[41, 2, 3, 4])),
+            ('annotation 1: outside 40 x 30', dict(bbox=[-4, 2, 3, 4])),
+            ('annotation 1: outside 40 x 30', dict(bbox=[1, 31, 3, 4])),
+            ('annotation 1: outside 40 x 30', dict(bbox=[1, -5, 3, 4])),
+            ('annotation 1: image_id 99', dict(image_id=99))):
+        annotate(tmp_path, 'val2017', annotations=[{**one, **changes}, *rest])
+        refuse(detr, ['val2017', *words.split()], *flags)
+    for words, changes in (
+            ('annotation 2: category_id 4', dict(categories=COCO['categories'][:1])),
+            ('category id -1', dict(categories=[dict(id=-1, name='no')])),
+            ("category id 'cat'", dict(categories=[dict(id='cat', name='no')])),
+            ('fractions', dict(annotations=4 * [dict(one, bbox=[0.1, 0.1, 0.2, 0.3])])),
+            ('corners', dict(annotations=12 * [dict(one, bbox=[9, 9, 39, 29])])),
+            ('b.png width [0, 30]', dict(images=[dict(image, width=0), other])),
+            ("b.png width ['40', 30]", dict(images=[dict(image, width='40'), other])),
+            ('same', dict(images=[image, dict(other, id='8')])),
+            ('has no c.png', dict(images=[image, dict(other, file_name='c.png')])),
+            ('(30, 60) (20, 30)', dict(images=[image, dict(other, width=20, height=30)])),
+            ("COCO's form image_id", dict(annotations=[dict(id=1)]))):
         annotate(tmp_path, 'val2017', **changes)
-        refuse(detr, ['val2017', *words], *flags)
+        refuse(detr, ['val2017', *words.split()], *flags)
     annotate(tmp_path, 'val2017', categories=[*COCO['categories'], dict(id=1, name='cow')])
     refuse(detr, ['differ'], *flags)
-    file = tmp_path / 'annotations/instances_val2017.json'
-    file.write_text('{"images": [')
-    refuse(detr, [str(file), 'JSON'], *flags)
-    file.unlink()
-    refuse(detr, [str(file), "COCO's form"], *flags)
+    (tmp_path / 'annotations/instances_val2017.json').write_text('{"images": [')
+    refuse(detr, ['val2017.json', 'JSON'], *flags)
     annotate(tmp_path, 'val2017')
     annotate(tmp_path, 'train2017', annotations=rest[1:])
     refuse(detr, ['train2017', 'no object'], *flags)
