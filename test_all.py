@@ -307,8 +307,7 @@ def test_gpt_causality_and_cache():
     gpt_model(n_layer=1).generate(idx[:, :1], 2)  # a single layer's cache is enough
 
 def test_gpt_golden():
-    """Losses and norms of gradients of nanoGPT and modded-nanogpt's `casted`, with weights that
-    follow from their names."""
+    """Losses and norms of gradients of nanoGPT and of modded-nanogpt's `casted`."""
     nano = dict(bias=True), 4.4611826, 7.790621
     casted = dict(arch='rotary'), 4.6812654, 6.873915
     for settings, want_loss, want_norm in (nano, casted):
@@ -471,8 +470,7 @@ def test_gpt_bigram():
     close(gpt.bigram_loss(data), -math.log(p) / 2, 1e-6)
 
 def test_gpt_init(tmp_path):
-    """A checkpoint of nanoGPT to start from, with the prefixes that wrappers add; what does not fit
-    is refused; what train says of the result."""
+    """A checkpoint of nanoGPT, with the prefixes of wrappers; what does not fit is refused."""
     net, file = gpt_model(torch.float32, 'cpu', vocab_size=256, bias=True), tmp_path / 'nano.pt'
     flags = tiny(gpt, tmp_path, '--bias', '--max-iters', 0, '--init', file)
     state = net.state_dict()
@@ -745,8 +743,7 @@ def test_vit_without_test_images(tmp_path):
     assert len(set(sum(parts, []))) == 60
 
 def test_vit_normalise():
-    """Colours are CIFAR-100's or ImageNet's; a smaller image shows more than every fourth column;
-    an array of one's own must hold bytes."""
+    """Colours are CIFAR-100's or ImageNet's; smaller images are not every fourth column."""
     black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, vit.Config(data='data/cifar100'))
     close(black.flatten(), [-1.8957, -1.8974, -1.5965], 1e-3)
     stripes = np.zeros((1, 3, 16, 16), np.uint8)
@@ -969,8 +966,7 @@ def slow_lasso(q, k, penalty, e, positive, skip):
     return x
 
 def test_detr_lasso_ends_at_the_minimum():
-    """With every option ADMM finds what coordinate descent finds. Above --sparsity 1, and where no
-    token helps, x is zero."""
+    """With every option ADMM finds what coordinate descent finds."""
     for options, is_self in itertools.product(OPTIONS, (False, True)):
         q, k = tokens(3, 7, d=5)
         k[:, :, -1] = 0
@@ -1005,8 +1001,7 @@ def test_detr_how_far_iterations_get():
         assert low < gap < high and published > 2, (gap, published)
 
 def test_detr_attention_by_hand():
-    """Coefficients of tokens put together by hand: without padding, centred, with random ones. No
-    token attends to itself."""
+    """Tokens put together by hand: without padding, centred, with random ones."""
     hidden = torch.arange(9, device=DEVICE)[None] >= 7
     extra = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for is_self, centre in (False, True), (True, False):
@@ -1081,8 +1076,7 @@ def test_detr_padding_and_precision():
             assert (module.train()(q, k, k) != want).any(), name  # dropout
 
 def slow_as_published(V, rho, threshold, vanilla, corrected=False):
-    """Equations (3) and (4) to the letter, or (3) without its misprints, four iterations; the query
-    is token 2."""
+    """Equations (3) and (4) to the letter, or (3) without misprints; the query is token 2."""
     if vanilla:
         inverse = np.linalg.inv(V @ V.T + rho * np.eye(len(V)))
     else:
@@ -1279,8 +1273,7 @@ def test_detr_shapes():
         assert detr.overlap([0, 0, 0.4, 0.4], [shift, 0.2, 0.4, 0.8]) == answer, shift
 
 def test_detr_batches():
-    """A function of seed and step, whatever the number of micro-batches; what is smaller is padded
-    at right and bottom."""
+    """A function of seed and step, in any micro-batches; padding is at right and bottom."""
     c = detr_config(batch_size=8)
     data = detr.load_data(c)
     images, mask, _ = detr.get_batch(data, c, 1, 0, DEVICE)
@@ -1297,8 +1290,7 @@ def test_detr_batches():
     assert mask.sum() == 50 * 15 + 20 * 40 and (batch == ~mask[:, None]).all(), mask.sum()
 
 def test_detr_evaluation():
-    """A model that answers with the truth has AP 1, though it finds no-object likelier; another
-    image's objects have less."""
+    """Answers that are the truth have AP 1, though no-object is likelier in them."""
     c = detr_config(eval_rows=8, batch_size=3)
     data = detr.load_data(c)
     targets = [data.val[row, None][1] for row in range(8)]
@@ -1417,8 +1409,7 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
 
 @wants('PIL')
 def test_detr_photos(tmp_path):
-    """Flips and sizes are DETR's, for photos and their boxes; photos that lie on their side or have
-    16 bits are read."""
+    """Flips and sizes are DETR's; photos that lie on their side or have 16 bits are read."""
     coco_folder(tmp_path)
     with QUIET:
         train = detr.load_data(detr_config(data=str(tmp_path), image_size=50)).train
@@ -1480,8 +1471,7 @@ def test_detr_detects(tmp_path):
     assert light.sum() == light[8:16, 24:].sum() == 64, light
 
 def test_detr_init_files(tmp_path):
-    """--init takes DETR's layout and torchvision's backbone, with the prefixes of wrappers; what a
-    model has no place for is named."""
+    """--init takes DETR's layout and torchvision's backbone; what has no place is named."""
     file = tmp_path / 'some.pth'
     plain = detr.DETR(detr_config(cross_attention='softmax'))
     state = {key: p + 1 for key, p in plain.state_dict().items()}
@@ -1603,8 +1593,7 @@ def mask_golden_model():
     return fill(net.double().requires_grad_(False)).to(DEVICE), gpt_ids(2, 24, 61)
 
 def test_mask_teacher_as_transformers():
-    """Logits as transformers' GPT2LMHeadModel gives them; initial weights follow from seed and
-    name alone."""
+    """transformers' logits; initial weights follow from seed and name alone."""
     net, idx = mask_golden_model()
     close(net(idx)[1, -1, :4], [0.879413, 0.831994, -0.276339, -1.175988], 1e-5)
     close(net(idx, last=True), net(idx)[:, -1:], 1e-12)
@@ -1700,8 +1689,7 @@ def test_mask_evaluation():
         close(val_loss(near, c), mask.token_kl(teacher(x), near(x)).mean(), 1e-6)
 
 def test_mask_cache():
-    """Cached sampling is what a pass over the whole text gives, with masks, too, and with
-    positions that run out: then the last half is encoded afresh. It follows the temperature."""
+    """Cached sampling is what a pass over the whole text gives; it follows the temperature."""
     teacher, idx = mask_golden_model()
     for masks, reading in (('window:4+sinks:2', 'renormalised'), ('last5', 'unnormalised')):
         model = mask.substitute(teacher, mask_config(masks=masks, reading=reading))
@@ -2112,8 +2100,7 @@ def test_pictures_of_the_texts():
             assert name in made or 'python ' in after, name
 
 def test_streams_have_names():
-    """Random numbers of different purposes differ, though NumPy takes [1, 7] and [1, 7, 0] as one
-    seed."""
+    """They differ, though NumPy takes [1, 7] and [1, 7, 0] as one seed."""
     for script in SCRIPTS[1:]:
         draws = {script.stream(name, *numbers).random() for name in ('batch', 'validation')
                  for numbers in ((1, 7), (1, 7, 0), (1, 70), (17,))}
