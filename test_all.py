@@ -2390,8 +2390,8 @@ VARIANTS = {  # settings of every variant of each script
          + [dict(optimizer='set-adam', mix=True)],
     detr: [dict(self_attention=a, cross_attention=a) for a in detr.ATTENTION if a != 'l2']
           + [dict(cross_attention='l2'), dict(random_tokens=3), dict(solve_over='value')],
-    mask: [dict(masks=masks, reading=reading) for reading in mask.READINGS
-           for masks in ('window:4+sinks:1', 'last5', 'offset:1', 'all')],
+    mask: [dict(masks=masks) for masks in ('window:4+sinks:1', 'last5', 'offset:1', 'all')]
+          + [dict(masks='last5', reading=reading) for reading in mask.READINGS],
 }
 
 ONE_LAYER = {gpt: dict(n_layer=1), vit: dict(depth=1), detr: dict(dec_layers=1, iterations=2),
