@@ -2482,20 +2482,17 @@ def test_mistakes(tmp_path):
             refuse(script, ['out of memory', '--batch-size'], *flags)
 
 def test_mistakes_of_one_script(tmp_path):
-    for script, words, *wrong in (
-            (gpt, ['--block-size'], '--block-size', 4000), (gpt, ['--n-embd 18'], '--n-embd', 18),
-            (gpt, ['--vocab-size 100'], '--vocab-size', 100), (gpt, ['--prompt'], '--prompt', ''),
-            (vit, ['--patch-size 3'], '--patch-size', 3), (vit, ['--model'], '--model', 'vit'),
-            (vit, ['dropout 1.5'], '--dropout', 1.5),
-            (detr, ['--self-attention l2'], '--self-attention', 'l2'),
-            (detr, ['power', '5'], '--power', 2), (detr, ['--hidden-dim 16'], '--nheads', 5),
-            (detr, ['--iterations'], '--cross-attention', 'admm-printed', '--iterations', 21),
-            *((mask, ['--masks', 'window:N'], '--masks', bad)
-              for bad in ('nonsense', '', 'window', 'window:0')),
-            (mask, ['--n-head 3'], '--n-head', 3),
-            (mask, ['--vocab-size 100'], '--vocab-size', 100),
-            (mask, ['--block-size 5000'], '--block-size', 5000)):
-        refuse(script, words, *tiny(script, tmp_path), *wrong)
+    """Each is answered with the first flag's name."""
+    for script, *mistakes in (
+            (gpt, '--block-size 4000', '--n-embd 18', '--vocab-size 100', "--prompt ''"),
+            (vit, '--patch-size 3', '--model vit'),
+            (detr, '--self-attention l2', '--power 2', '--nheads 5',
+             '--iterations 21 --cross-attention admm-printed'),
+            (mask, '--masks nonsense', "--masks ''", '--masks window', '--masks window:0',
+             '--n-head 3', '--vocab-size 100', '--block-size 5000')):
+        for mistake in mistakes:
+            flags = shlex.split(mistake)
+            refuse(script, flags[:1], *tiny(script, tmp_path), *flags)
     for script, positive, shares in (
             (gpt, 'n_layer n_head n_embd block_size eval_rows', 'dropout beta1 beta2'),
             (vit, 'image_size patch_size embed_dim depth num_heads head_size mlp_dim',
