@@ -1,6 +1,6 @@
 """Every test, on a CPU and, where there is one, on a GPU.
 
-    python test_all.py                 # all of them, two minutes
+    python test_all.py                 # all of them, about a minute
     python test_all.py belief resume   # those with one of these words in their name
     python test_all.py --device cuda   # on that device; default: a GPU where there is one
     python test_all.py --soak          # kills and full disks, ten minutes
