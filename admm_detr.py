@@ -1,16 +1,19 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
+# dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow", "scipy"]
 # ///
 """DETR whose decoder attends by solving a Lasso: sparse reconstruction instead of softmax.
 
-Attention mixes values with coefficients softmax(QK^T). Here they are the x that rebuilds a query
-from a few tokens, min ||q - x^T K||^2 + lambda ||x||_1, and need no weight matrices. The equations
-printed in the paper do not solve this problem. Textbook ADMM does: it converges, is differentiable
-and costs O(N) for N tokens, with one d x d Cholesky factor per head.
+DETR asks a fixed set of learned queries what is in an image. Softmax attention mixes the values V
+of the image's tokens with the coefficients softmax(q K^T) of a query q. Here the coefficients x
+rebuild the query from the tokens' keys, x^T K = q as nearly as possible, with a penalty that makes
+many of them zero: min ||q - x^T K||^2 + lambda ||x||_1, a Lasso. The layer returns x^T V and needs
+no weight matrices. The equations printed in the paper do not solve this problem. Textbook ADMM
+does, by ridge regression and shrinkage in turn: it converges, is differentiable and costs O(N) per
+query for N tokens, with one d x d Cholesky factor per head.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
-         Research), Optimizing Attention; its V is our K
+         Research), Optimizing Attention; what it calls V is K here
 
     equation       what                                                    function
     [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights                   softmax
@@ -1298,7 +1301,7 @@ def report(c, model, log, folder, data):
             f"another image's objects get {guess['AP']:.3f}, {guess['AP50']:.3f}\n"
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --cross-attention {other}, or: '
-            f'python {SCRIPT}.py detect --folder {folder} --images PHOTO')
+            f'python {PROGRAM} detect --folder {folder} --images PHOTO')
 
 def detect(c):
     """Boxes around what a run finds in photos -> {photo: [dict of category_id, score, bbox]}."""
@@ -1326,6 +1329,7 @@ def detect(c):
 # --- runs (identical in all four scripts; test_all.py checks)
 SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
 VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
+PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
@@ -1454,6 +1458,8 @@ def load_run(c, name='best.pt'):
     folder = last_folder(c.folder, c.out_dir)
     if not folder:
         fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
+    if not c.folder:
+        print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
     model.load_state_dict(saved['model'])
@@ -1470,7 +1476,7 @@ def train_and_report(c, where=SCRIPT):
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {SCRIPT}.py --resume --folder {folder}')
+        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
         raise SystemExit(130)
     if RANK == 0:
         print(report(c, model.eval(), log, folder, data))
@@ -1480,9 +1486,10 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
+    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
     p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=SOURCE.decode().partition('class Config:\n    """')[2].partition('    def ')[0],
+        usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        description=fields_of_config.replace('"""', ''),
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
@@ -1524,8 +1531,11 @@ def resumed(folder, given):
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
+    global PROGRAM
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None:
+        PROGRAM = Path(sys.argv[0]).name
     action, c = parse(argv)
     if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
         fail('--compile needs a C++ compiler: install one, or give --no-compile')

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
+# dependencies = ["torch>=2.6", "numpy", "tiktoken", "matplotlib"]
 # ///
 """A GPT whose attention passes on a residual: AttentionX and BeliefFormer beside plain softmax.
 
@@ -39,10 +39,10 @@ W^o can absorb the factor between them. The two do not train alike: the factor s
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
 
-The first command ends at a validation loss of 1.643 nats per byte, softmax at 1.676, and a bigram
-model at 2.438 (Python 3.11's library, 800 steps, 631,680 parameters, one seed). [choice] marks
-where a paper is silent, [deviation] where we differ on purpose. You can stop reading at the banner
-`runs`: all four scripts share the rest.
+The first command ends at a validation loss of 1.643 nats per token, here a byte, softmax at 1.676,
+and a bigram model at 2.438 (Python 3.11's library, 800 steps, 631,680 parameters, one seed).
+[choice] marks where a paper is silent, [deviation] where we differ on purpose. You can stop reading
+at the banner `runs`: all four scripts share the rest.
 """
 import argparse
 import csv
@@ -179,7 +179,7 @@ class Config:
 
     def __post_init__(self):
         if self.attention not in ATTENTION:
-            fail(f'--attention {self.attention} is from another file: run that file instead')
+            fail(f'--attention {self.attention} is not in ATTENTION: run the file that adds it')
         gamma = default_gamma(self)
         if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
             fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
@@ -651,7 +651,7 @@ def report(c, model, log, folder, data):
             f'(a bigram model: {bigram_loss(data):.3f})\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --attention {other}, or: '
-            f'python {SCRIPT}.py sample --folder {folder}')
+            f'python {PROGRAM} sample --folder {folder}')
 
 def bigram_loss(data):
     """Validation loss of a smoothed bigram model, in nats per token."""
@@ -696,6 +696,7 @@ def sample(c):
 # --- runs (identical in all four scripts; test_all.py checks)
 SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
 VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
+PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
@@ -824,6 +825,8 @@ def load_run(c, name='best.pt'):
     folder = last_folder(c.folder, c.out_dir)
     if not folder:
         fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
+    if not c.folder:
+        print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
     model.load_state_dict(saved['model'])
@@ -840,7 +843,7 @@ def train_and_report(c, where=SCRIPT):
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {SCRIPT}.py --resume --folder {folder}')
+        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
         raise SystemExit(130)
     if RANK == 0:
         print(report(c, model.eval(), log, folder, data))
@@ -850,9 +853,10 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
+    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
     p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=SOURCE.decode().partition('class Config:\n    """')[2].partition('    def ')[0],
+        usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        description=fields_of_config.replace('"""', ''),
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
@@ -894,8 +898,11 @@ def resumed(folder, given):
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
+    global PROGRAM
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None:
+        PROGRAM = Path(sys.argv[0]).name
     action, c = parse(argv)
     if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
         fail('--compile needs a C++ compiler: install one, or give --no-compile')

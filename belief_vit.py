@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
+# dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow"]
 # ///
 """A ViT whose attention passes on a belief: BeliefFormer and AttentionX beside plain softmax.
 
@@ -183,7 +183,7 @@ class Config:
             if getattr(self, name) is None:
                 setattr(self, name, size)
         if self.attention not in ATTENTION:
-            fail(f'--attention {self.attention} is from another file: run that file instead')
+            fail(f'--attention {self.attention} is not in ATTENTION: run the file that adds it')
         gamma = default_gamma(self)
         if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
             fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
@@ -951,7 +951,7 @@ def report(c, model, log, folder, data):
             f'{100 * linear:.1f} %, chance {100 * chance:.1f} %\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
             f'next    compare with --attention {other}, or: '
-            f'python {SCRIPT}.py predict --folder {folder} --images PHOTO')
+            f'python {PROGRAM} predict --folder {folder} --images PHOTO')
 
 def linear_accuracy(data, c):
     """Test accuracy of ridge regression on the pixels of up to 10,000 images."""
@@ -1012,6 +1012,7 @@ def predict(c):
 # --- runs (identical in all four scripts; test_all.py checks)
 SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
 VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
+PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
@@ -1140,6 +1141,8 @@ def load_run(c, name='best.pt'):
     folder = last_folder(c.folder, c.out_dir)
     if not folder:
         fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
+    if not c.folder:
+        print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
     model.load_state_dict(saved['model'])
@@ -1156,7 +1159,7 @@ def train_and_report(c, where=SCRIPT):
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {SCRIPT}.py --resume --folder {folder}')
+        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
         raise SystemExit(130)
     if RANK == 0:
         print(report(c, model.eval(), log, folder, data))
@@ -1166,9 +1169,10 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
+    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
     p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=SOURCE.decode().partition('class Config:\n    """')[2].partition('    def ')[0],
+        usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        description=fields_of_config.replace('"""', ''),
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
@@ -1210,8 +1214,11 @@ def resumed(folder, given):
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
+    global PROGRAM
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None:
+        PROGRAM = Path(sys.argv[0]).name
     action, c = parse(argv)
     if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
         fail('--compile needs a C++ compiler: install one, or give --no-compile')

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
+# dependencies = ["torch>=2.6", "numpy", "tiktoken", "matplotlib"]
 # ///
 """A GPT-2 that sees few tokens: masks learned by distillation, and what they cost in quality.
 
@@ -18,7 +18,7 @@ experiments/memory.py measures the fifth, memory.
 
 The report does not number its sections; we count them. It does not say how W enters attention:
 READINGS has three ways. In the default one only the ratios of the c_k matter, so L1 can lower them
-all at no cost, and drives every alpha to minus infinity, as the report observed.
+all at no cost, and every alpha keeps falling, as the report observed.
 
     python mask_distill.py                              # a teacher, then a student: 3 minutes
     python mask_distill.py --resume                     # continue the last run
@@ -29,10 +29,9 @@ all at no cost, and drives every alpha to minus infinity, as the report observed
     python mask_distill.py --preset report004           # the report's experiment, from GPT-2
 
 The first run keeps 48 % of the token pairs, with 1.005 times the teacher's accuracy, KL 0.0102 and
-gradient cosine 0.977, and passes 2 of 4 criteria (644,224 parameters, one seed). With --masks
-window:96+sinks:4 it keeps 95 % and passes all four. [choice] marks where the report is silent,
-[deviation] where we differ on purpose. You can stop reading at the banner `runs`: all four scripts
-share the rest.
+gradient cosine 0.977, and passes 2 of 4 criteria (644,224 parameters, one seed). [choice] marks
+where the report is silent, [deviation] where we differ on purpose. You can stop reading at the
+banner `runs`: all four scripts share the rest.
 """
 import argparse
 import copy
@@ -820,8 +819,8 @@ def report(c, model, log, folder, data):
     text, _ = judge(model, data, c)
     return (f'{side_by_side(c, model, PROMPTS[:2])}\n\n{text}\n'
             f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-            f'next    python {SCRIPT}.py criteria --eval-rows 0 --folder {folder}  # on all text\n'
-            f'        python {SCRIPT}.py --masks last5 --init {c.init}  # other masks')
+            f'next    python {PROGRAM} criteria --eval-rows 0 --folder {folder}  # on all text\n'
+            f'        python {PROGRAM} --masks last5 --init {c.init}  # other masks')
 
 def draw_layers(path, model, log):
     """The report's figures: the coefficients of every layer over the steps."""
@@ -890,6 +889,7 @@ def sample(c):
 # --- runs (identical in all four scripts; test_all.py checks)
 SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
 VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
+PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
@@ -1018,6 +1018,8 @@ def load_run(c, name='best.pt'):
     folder = last_folder(c.folder, c.out_dir)
     if not folder:
         fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
+    if not c.folder:
+        print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
     model.load_state_dict(saved['model'])
@@ -1034,7 +1036,7 @@ def train_and_report(c, where=SCRIPT):
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {SCRIPT}.py --resume --folder {folder}')
+        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
         raise SystemExit(130)
     if RANK == 0:
         print(report(c, model.eval(), log, folder, data))
@@ -1044,9 +1046,10 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
+    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
     p = argparse.ArgumentParser(
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=SOURCE.decode().partition('class Config:\n    """')[2].partition('    def ')[0],
+        usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        description=fields_of_config.replace('"""', ''),
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
@@ -1088,8 +1091,11 @@ def resumed(folder, given):
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
+    global PROGRAM
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None:
+        PROGRAM = Path(sys.argv[0]).name
     action, c = parse(argv)
     if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
         fail('--compile needs a C++ compiler: install one, or give --no-compile')

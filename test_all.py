@@ -2153,7 +2153,12 @@ def test_a_variant_of_your_own(tmp_path):
     (tmp_path / 'mine.py').write_text(source(gpt).replace(head, head + '\n' + row))
     with patch.object(sys, 'path', [str(tmp_path), *sys.path]):
         mine = importlib.import_module('mine')
-    done(mine, *tiny(gpt, tmp_path, '--attention', re.search(r"'([\w-]+)'", row)[1]))
+    flags = tiny(gpt, tmp_path, '--attention', re.search(r"'([\w-]+)'", row)[1])
+    told = io.StringIO()
+    with patch.object(sys, 'argv', ['a/mine.py', *map(str, flags)]), \
+            contextlib.redirect_stdout(told):
+        mine.main()
+    assert 'python mine.py sample --folder' in told.getvalue(), told.getvalue()
     q, k, v = qkv(2, 3, 6, 4)
     names = dict(q=q, k=k, v=v, w_o=torch.nn.Identity())
     exec(last, names)
