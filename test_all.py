@@ -2594,6 +2594,7 @@ def test_compare_mistakes(tmp_path):
                              (['invalid seeds', '0-2'], '--seeds', '0-2'),
                              (['--seeds'], '--sweep', 'seed=0,1'),
                              (['no such file'], '--from-csv', tmp_path / 'none.csv'),
+                             (['not runs'], '--from-csv', HERE / 'experiments/runs/detr-cross.csv'),
                              (['--tune', '--sweep'], '--tune', 'gamma'),
                              (['no such Python file'], '--with', tmp_path / 'none.py'),
                              (['--attention', 'mine'], '--sweep', 'attention=mine'),

@@ -428,6 +428,8 @@ def main(argv=None):
              'chosen a setting would favour it')
     if o.from_csv:
         rows = [row for path in o.from_csv for row in read_rows(path)]
+        if not all(fields(script.Config)[0].name in row for row in rows):
+            fail(f'--from-csv {" ".join(o.from_csv)}: these are not runs of {o.script}.py')
         if o.tune:
             choosing = [row for row in rows if row['role'] == 'choosing'] or rows
             best = choose(script, o.tune, choosing)
