@@ -393,20 +393,20 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0):
-        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token. [choice]
-        Once all positions are taken, the cache starts again with the last half of the tokens."""
+        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token."""
+        unread, cache = idx, [{} for _ in self.h]  # each layer's keys and values
         positions = len(self.wpe.weight)
-        window, cache = idx[:, -positions:], [{} for _ in self.h]
         for _ in range(max_new_tokens):
-            if cache[0] and cache[0]['k'].size(2) == positions:
-                window, cache = idx[:, -max(1, positions // 2):], [{} for _ in self.h]
-            logits = self(window, cache, last=True)[:, -1]  # (B, V)
+            if idx.size(1) > positions:
+                # the window slides, so all positions change and no cached key or value holds
+                unread, cache = idx[:, -positions:], None
+            logits = self(unread, cache, last=True)[:, -1]  # (B, V)
             if temperature:
                 token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
             else:
                 token = logits.argmax(-1, keepdim=True)
             idx = torch.cat([idx, token], dim=1)
-            window = token  # the cache has the tokens before it
+            unread = token
         return idx
 
 def substitute(teacher, c):
