@@ -242,7 +242,7 @@ def admm_as_published(q, k, padding, is_self, c, vanilla=False):
 
 ATTENTION = {  # (q, k, padding (B, N), is_self, config) -> coefficients x (B, nh, Q, N)
     'softmax': softmax,     # MultiheadAttention computes this one and the next with a fused kernel
-    'no-weights': softmax,  # no W_q, W_k, W_v, as in all that follow  [OA Sec. 4.1]
+    'no-weights': softmax,  # no W_q, W_k, W_v, as in all but PROJECTED  [OA Sec. 4.1]
     'l2': l2,
     'admm': admm,
     'admm-vanilla': functools.partial(admm, vanilla=True),                      # [OA Eq. 3]
@@ -607,7 +607,8 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-SHAPES = {  # which points (x, y) of its box, both 0 to 1, a shape covers; it must touch all sides
+# which points of its box a shape covers; x (W,) and y (H, 1) are 0 to 1; it must touch all sides
+SHAPES = {
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
     # the tip is at (tip, 0), with tip random
@@ -1144,7 +1145,7 @@ def learning_rate(step, c, ratio=1.0):
     return c.learning_rate * ratio * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
+    """One optimiser step on all micro-batches -> their mean loss, the gradient's norm unclipped."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -1462,7 +1463,10 @@ def load_run(c, name='best.pt'):
         print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])
+    try:
+        model.load_state_dict(saved['model'])
+    except RuntimeError:
+        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):

@@ -473,7 +473,7 @@ def load_weights(model, path):
         fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
 def make_optimizer(model, c):
-    """AdamW, with weight decay for matrices and embeddings only."""
+    """AdamW, with weight decay for matrices and embeddings only. train sets all groups' rates."""
     matrices, others = [], []
     for name, p in model.named_parameters():
         group = matrices if name.endswith('.weight') and p.dim() == 2 else others
@@ -555,7 +555,7 @@ def learning_rate(step, c):
     return c.learning_rate * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
+    """One optimiser step on all micro-batches -> their mean loss, the gradient's norm unclipped."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -574,7 +574,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val."""
+    go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val, each
+    longer than a window."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -829,7 +830,10 @@ def load_run(c, name='best.pt'):
         print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])
+    try:
+        model.load_state_dict(saved['model'])
+    except RuntimeError:
+        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):

@@ -391,6 +391,7 @@ class ViT(nn.Module):
         p = self.config.patch_size
         grid = images.size(2) // p, images.size(3) // p
         x = self.patch_embed(images)  # (B, h w, C)
+        # tokens of your own, such as registers, go between the class token and the patches
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (B, 1 + h w, C)
         x = x + resize_positions(self.pos_embed, grid)
         return self.drop(x), grid
@@ -848,7 +849,7 @@ def learning_rate(step, c):
     return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
+    """One optimiser step on all micro-batches -> their mean loss, the gradient's norm unclipped."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -1145,7 +1146,10 @@ def load_run(c, name='best.pt'):
         print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])
+    try:
+        model.load_state_dict(saved['model'])
+    except RuntimeError:
+        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):

@@ -69,7 +69,7 @@ def fail(message):
 # ------------------------------------ the report's method ------------------------------------
 KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
     # far, which only sinks need, is the smallest i - j that no window or offset reaches
-    # to add your own kind, add a line such as: 'stride': lambda i, j, n, far: (i - j) % n == 0,
+    # your own kind is a line: 'stride': lambda i, j, n, far: (i - j) % n == 0,  # i, i - N, ...
     'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
     'window': lambda i, j, n, far: i - j < n,                 # the last N
     'offset': lambda i, j, n, far: i - j == n,                # the one N tokens back
@@ -696,7 +696,7 @@ def learning_rate(step, c, peak):
     return peak * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> their mean loss, the norm of the gradient."""
+    """One optimiser step on all micro-batches -> their mean loss, the gradient's norm unclipped."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -1022,7 +1022,10 @@ def load_run(c, name='best.pt'):
         print(f'run     {folder}, the newest\n')
     saved = load_checkpoint(folder / name)
     model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])
+    try:
+        model.load_state_dict(saved['model'])
+    except RuntimeError:
+        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
     return model.config, model.eval()
 
 def train_and_report(c, where=SCRIPT):

@@ -2530,6 +2530,9 @@ def test_mistakes_lose_no_checkpoint(tmp_path):
             before = file.read_bytes()
             refuse(script, ['ckpt.pt'], '--resume', *flags)
             assert file.read_bytes() == before and not os.path.exists('trapped')
+    folder = done(gpt, *tiny(gpt, tmp_path))['folder']
+    torch.save({**torch.load(folder / 'best.pt'), 'model': {}}, folder / 'best.pt')
+    refuse(gpt, ['weights of another model'], 'sample', '--folder', folder, *CPU)
 
 def test_recipes_need_their_data():
     """A recipe without its data names the command that makes them; nothing else is trained."""

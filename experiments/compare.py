@@ -4,7 +4,7 @@ r"""Train variants of one script on the same batches and seeds, and tabulate the
     python experiments/compare.py attentionx_gpt --table papers --data shakespeare --seeds 11,12,13
     python experiments/compare.py attentionx_gpt --table papers --sweep learning_rate=2e-3,4e-3 \
         --tune learning_rate --seeds 0,1,2 --test-seeds 11,12,13  # each at its own rate
-    python experiments/compare.py attentionx_gpt --with mine.py --sweep attention=softmax,mine
+    python experiments/compare.py attentionx_gpt --with mine.py --sweep attention=softmax,gated
     python experiments/compare.py attentionx_gpt --from-csv experiments/runs/gpt-common.csv
     python experiments/compare.py admm_detr --from-csv experiments/runs/detr-cross.csv --against l2
     python experiments/compare.py attentionx_gpt --bench --sweep attention=softmax,belief
