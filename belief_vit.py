@@ -576,7 +576,7 @@ def load_data(c):
     if missing:
         print(f'note    {len(missing)} of {len(classes)} classes have no images: {missing[0]} ...')
     return SimpleNamespace(train=(images[rest], labels[rest]), val=(images[val], labels[val]),
-                           test=test, classes=classes)
+                           test=test, classes=classes, about=c.data)
 
 # ------------------------------------ images ------------------------------------
 THREADS = ThreadPoolExecutor()  # to decode photos
@@ -886,8 +886,9 @@ def train(c, folder=None, data=None):
             scaler.load_state_dict(saved['scaler'])
         start, seconds, log, losses = saved['progress']
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {c.data}, {len(data.train[1]):,} images of {len(data.classes)} classes, '
-          f'{len(data.val[1]):,} for validation, {len(data.test[1]):,} for testing\n'
+          f'data    {getattr(data, "about", "your own")}, {len(data.train[1]):,} images of '
+          f'{len(data.classes)} classes, {len(data.val[1]):,} for validation, '
+          f'{len(data.test[1]):,} for testing\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
     for step in range(start, c.max_iters + 1):

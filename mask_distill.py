@@ -501,7 +501,8 @@ def load_data(c):
     vocab_size = VOCAB_SIZE[tokenizer]
     if c.vocab_size not in (0, vocab_size):
         fail(f'--vocab-size {c.vocab_size}: the vocabulary of {tokenizer} has {vocab_size} tokens')
-    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size)
+    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size,
+                           about=c.data)
 
 # ------------------------------------ training ------------------------------------
 GPT2_FORM = dict(  # fields of config.json that change what a model computes, as GPT-2 has them
@@ -733,7 +734,8 @@ def train(c, folder=None, data=None):
             scaler.load_state_dict(saved['scaler'])
         start, seconds, log, losses = saved['progress']
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out\n'
+          f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
+          f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
     for step in range(start, c.max_iters + 1):
