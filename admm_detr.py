@@ -38,7 +38,8 @@ query for N tokens, with one d x d Cholesky factor per head.
 The first run ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one seed).
 Over 12 seeds its mean AP is 0.619, softmax's 0.696. [choice] By default the problem is easier
 than (2): it has a ridge term, x >= 0 and centred tokens, and x^3 replaces x^5. Four iterations
-solve it. After 15 on (2) itself, x is still 40 % off the optimum (see the settings named `OA`).
+solve it, and in the trained model half of the coefficients are zero. After 15 on (2) itself, x is
+still 40 % off the optimum (see the settings named `OA`).
 
 [choice] x rebuilds a query from DETR's keys, which hold positions, and mixes DETR's values, which
 do not. Solved over the values (--solve-over value), x nearly gives back the query. There is no
