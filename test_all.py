@@ -391,7 +391,7 @@ def test_gpt_mask_texts(tmp_path):
     for script in (gpt, mask):
         assert script.read_text(script.Config()) == (''.join(texts), val), script.SCRIPT
         for name in ('unix.txt', 'windows.txt'):
-            data = script.load_data(script.Config(data=str(tmp_path / name), block_size=16))
+            data = script.load_data(script.Config(data=str(tmp_path / name), block_size=32))
             assert bytes(data.train.tolist()) == (9 * text).encode(), (script.SCRIPT, name)
             assert bytes(data.val.tolist()) == text.encode(), (script.SCRIPT, name)
         refuse(script, ['UTF-8'], *tiny(script, tmp_path, '--data', tmp_path / 'photo.jpg'))
@@ -487,7 +487,7 @@ def test_gpt_init(tmp_path):
         assert end.code == 0, end.err
         assert same(load(end.result['folder'] / 'ckpt.pt')['model'], state), prefix
     nats = end.result['val_loss']
-    assert f'{nats:.3f} nats per token' in end.out, end.out
+    assert f'{nats:.3f} nats per token' in end.out and 'writes:\n\ndef ' in end.out, end.out
     refuse(gpt, ['does not fit', 'size mismatch'], *flags, '--n-embd', 32)
     refuse(gpt, ['n_head 2', '--n-head 2'], *flags, '--n-head', 4)
     torch.save(dict(model=state, best=np.float64(2)), file)
@@ -699,7 +699,7 @@ def test_vit_set_adam():
         p = torch.nn.Parameter(torch.tensor(x).float())
         adam = vit.SETAdam([p], 0.01)
         for t in range(1, 6):
-            g = scale * rng.standard_normal((4, 6))
+            g = scale * rng.standard_normal((4, 6)).round()
             p.grad = torch.tensor(g).float()
             adam.step()
             m = 0.9 * m + 0.1 * g
@@ -848,7 +848,7 @@ def test_vit_read_photo(tmp_path):
     for size, chance, box in (  # left, top, right, bottom
             (80, None, (25, 5, 95, 75)),  # to judge: 7/8 of the square
             (40, None, (20, 0, 100, 80)),  # all of it, where photos are that small
-            (8, (0, 1, 1, 0), (88, 0, 120, 24))):  # to train: 8 % of the area, 4:3
+            (8, (0, 1, 0.5, 0.25), (44, 14, 76, 38))):  # to train: 8 % of the area, 4:3
         want = np.asarray(noise.resize((size, size), Image.BICUBIC, box))
         assert (vit.read_photo(path, size, chance) == want).all(), box
     for flip, draw, step in (True, 0.1, -1), (True, 0.9, 1), (False, 0.1, 1):
@@ -1104,7 +1104,7 @@ def test_detr_published_equations():
     penalty, rho, _ = detr.scales(k, k, True, 0.1, 0.2)
     r, threshold = rho[0, 1].item(), (penalty / rho)[0, 1, 2].item()
     c = detr_config(sparsity=0.1, rho=0.2, iterations=4, power=0)
-    more = detr.dictionary(k, no_padding(k), random_tokens=32)  # by default
+    more = detr.dictionary(k, no_padding(k), False, 32)  # not centred; by default 32
     for name, vanilla in (('admm-vanilla-printed', True), ('admm-printed', False)):
         x = detr.as_published(k, k, True, 0.1, 0.2, 4, vanilla, sigma=0.0)[0, 1, 2]
         close(x, slow_as_published(V, r, threshold, vanilla), 1e-9)
@@ -1114,6 +1114,7 @@ def test_detr_published_equations():
     want = slow_as_published(V, r, penalty[0, 1, 2].item() / r, True, corrected=True)
     twice = detr.lasso(k, k, False, 2 * 0.1, 0.2, 4, relax=1.0, vanilla=True)[0, 1, 2]
     close(twice, want, 1e-12)
+    detr.Config(cross_attention='admm-printed', iterations=20)  # 21 are refused
 
 def test_detr_as_facebookresearch():
     """The outputs and the loss of facebookresearch/detr with the same weights, in float64."""
@@ -1125,7 +1126,7 @@ def test_detr_as_facebookresearch():
     mask[0] = mask[1, :64, :80] = False
     with torch.no_grad():
         out = net(torch.from_numpy(x).to(DEVICE).masked_fill(mask[:, None], 0), mask)
-    close(out['pred_logits'][0, 0, ::30], [1.3233768, -2.0759888, -0.0021618, -0.6884133], 1e-5)
+    close(out['pred_logits'][0, 0, ::30], [1.3233768, -2.0759888, -0.0021618, -0.6884133], 2e-6)
     close(out['pred_boxes'][0, 0], [0.5540449, 0.5603625, 0.6181914, 0.3576915], 1e-5)
     boxes = torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.2, 0.3, 0.2, 0.2], [0.8, 0.7, 0.1, 0.5],
                           [0.4, 0.6, 0.3, 0.3]], dtype=torch.float64, device=DEVICE)
@@ -1532,7 +1533,7 @@ def mask_matrices(T):
              'last5': [offset(n) for n in range(5)],
              'windows': [window(5), window(10), first(5)],
              'first-all': [first(1), j <= i],
-             'first:3+window:2+sinks:1': [first(3), window(2), first(1) & ~window(2)],
+             'first:3+window:1+sinks:1': [first(3), window(1), first(1) & ~window(1)],
              'offset:1+first:2': [offset(1), first(2)],
              'later:5': [((j > 0) & (j % 5 == 0)).expand(T, T)]}
     return {masks: torch.stack(held).double().tril() for masks, held in found.items()}
@@ -1775,7 +1776,7 @@ def test_mask_two_stages(tmp_path):
     end = done(mask, *flags, '--init', file)
     losses = [row['val_loss'] for row in end['log']]
     assert losses[-1] < 0.7 * losses[0], losses
-    close(end['kl'], losses[-1], 1e-6)
+    close([end['kl'], end['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
     both = done(mask, *flags, '--out-dir', tmp_path / 'both')  # in one go
     assert [row['val_loss'] for row in both['log']] == losses
     refuse(mask, ['--folder'], 'teacher', '--resume', '--out-dir', tmp_path / 'out')
@@ -2243,6 +2244,7 @@ def test_resume_bit_for_bit(tmp_path):
     lost no step but, perhaps, the first to an overflow."""
     for script, dtype in [*((script, 'float16') for script in SCRIPTS), (gpt, 'float32')]:
         flags = short_run(script, tmp_path, '--grad-accum-steps', 2, *CPU, '--dtype', dtype)
+        flags += ['--dropout', '0.1'] * (script is not mask)
         whole = done(script, *flags)
         with interrupted(script, 5):
             end = run(script, *flags)
@@ -2274,7 +2276,7 @@ def test_resume_and_folders(tmp_path):
         assert 'from step 6' in again.out and again.result['folder'] == second, again
         with patch.object(script, 'VERSION', 'another'):
             longer = run(script, '--resume', *flags, '--max-iters', 9)
-        assert longer.result['step'] == 9 and 'from step 6' in longer.out, longer
+        assert longer.result['step'] == 9 and re.search('from step 6(?s:.*)9/9 .100', longer.out)
         assert 'has changed' in longer.out and 'has changed' not in again.out
         for words, *more in ((['--max-iters 6', 'step 9'], '--resume'),
                              (['--batch-size', 'stays'], '--resume', '--batch-size', 2),
@@ -2297,7 +2299,7 @@ def test_own_data_and_folder(tmp_path):
     """train(c, folder, data) with arrays of one's own, as in a notebook."""
     with QUIET:
         _, c = gpt.parse(tiny(gpt, tmp_path, '--data', 'is-not-read'))
-        data = types.SimpleNamespace(train=np.arange(999) % 50, val=np.arange(99) % 50)
+        data = types.SimpleNamespace(train=np.arange(999) % 40, val=np.arange(99) % 50)
         model, log = gpt.train(c, tmp_path / 'mine', data)
         _, other = gpt.train(c, None, data)
     assert [row['step'] for row in log] == [0, 3, 6] and log[-1]['loss'] == other[-1]['loss']
