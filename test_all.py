@@ -1126,7 +1126,7 @@ def test_detr_as_facebookresearch():
     mask[0] = mask[1, :64, :80] = False
     with torch.no_grad():
         out = net(torch.from_numpy(x).to(DEVICE).masked_fill(mask[:, None], 0), mask)
-    close(out['pred_logits'][0, 0, ::30], [1.3233768, -2.0759888, -0.0021618, -0.6884133], 2e-6)
+    close(out['pred_logits'][0, 0, ::30], [1.3233768, -2.0759888, -0.0021618, -0.6884133], 1e-5)
     close(out['pred_boxes'][0, 0], [0.5540449, 0.5603625, 0.6181914, 0.3576915], 1e-5)
     boxes = torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.2, 0.3, 0.2, 0.2], [0.8, 0.7, 0.1, 0.5],
                           [0.4, 0.6, 0.3, 0.3]], dtype=torch.float64, device=DEVICE)
@@ -1474,6 +1474,7 @@ def test_detr_detects(tmp_path):
     close([left + w / 2, top + h / 2, w, h], box, 1e-5)
     assert light.sum() == light[8:16, 24:].sum() == 64, light
 
+@patch.object(detr, 'vanilla_inverse', None)  # admm never makes N x N
 def test_detr_init_files(tmp_path):
     """--init takes DETR's layout and torchvision's backbone; what has no place is named."""
     file = tmp_path / 'some.pth'
