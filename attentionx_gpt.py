@@ -395,7 +395,7 @@ def read_text(c):
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).is_file():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` makes one; without a name it lists all data')
+             f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
     try:
         text = Path(c.data).read_text('utf-8-sig')
     except UnicodeDecodeError:

@@ -559,7 +559,7 @@ def load_data(c):
         train, test, classes = load_folder(folder)
     else:
         fail(f'--data {c.data}: no such folder of photos (CLASS/*.jpg), and no folder {folder}; '
-             f'`python prepare_data.py {c.data}` makes one; without a name it lists all data')
+             f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
