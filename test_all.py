@@ -552,7 +552,7 @@ def test_gpt_subclass_trains(tmp_path):
     assert not (folder / 'layers.png').exists()
     others = {name: row for name, row in gpt.ATTENTION.items() if name != 'gated'}
     with patch.object(gpt, 'ATTENTION', others):
-        refuse(gpt, ['gated', 'that file'], 'sample', '--folder', folder)
+        refuse(gpt, ['gated', 'file that adds'], 'sample', '--folder', folder)
 
 # ------------------------------------ belief_vit.py ------------------------------------
 def vit_model(device=DEVICE, dtype=torch.float64, **settings):
