@@ -1146,7 +1146,7 @@ def learning_rate(step, c, ratio=1.0):
     return c.learning_rate * ratio * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> their mean loss, the gradient's norm unclipped."""
+    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:

@@ -556,7 +556,7 @@ def learning_rate(step, c):
     return c.learning_rate * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> their mean loss, the gradient's norm unclipped."""
+    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:

@@ -697,7 +697,7 @@ def learning_rate(step, c, peak):
     return peak * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> their mean loss, the gradient's norm unclipped."""
+    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
