@@ -46,18 +46,19 @@ at the banner `runs`: all four scripts share the rest.
 """
 import argparse
 import csv
-import hashlib
+import inspect
 import io
 import itertools
 import json
 import math
 import os
 import re
-import shutil
+import shlex
 import sys
 import time
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,8 +70,9 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'attentionx_gpt'
-RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
+TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
+RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
@@ -81,19 +83,15 @@ def fail(message):
 def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     """MH = softmax(QK^T / sqrt(hs)) V, causal.  [BF Eq. 9]
 
-    q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, T, nh, hs). S = T or, with a cache, T = 1.
-    With zero_diag no token attends to itself; the first token, which sees no other, gets 0.
+    q, k, v (B, nh, T, hs) -> (B, T, nh, hs). With zero_diag no token attends to itself; the first
+    token, which sees no other, gets 0.
     """
-    causal = q.size(2) == k.size(2)  # a single query is the newest token's and sees every key
     if zero_diag:
-        k, v = k[:, :, :-1], v[:, :, :-1]
-        if causal:
-            q = q[:, :, 1:]  # query t + 1 sees keys 0..t: causal again
-    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
-    mh = mh.transpose(1, 2)
-    if zero_diag and causal:
-        mh = F.pad(mh, (0, 0, 0, 0, 1, 0))  # the first token's 0
-    return mh
+        q, k, v = q[:, :, 1:], k[:, :, :-1], v[:, :, :-1]  # token t + 1 sees 0..t: causal again
+    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    if zero_diag:
+        mh = F.pad(mh, (0, 0, 1, 0))  # the first token's 0
+    return mh.transpose(1, 2)
 
 def orthogonal(mh, v, dims):
     """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
@@ -104,22 +102,19 @@ def orthogonal(mh, v, dims):
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
-    # Your own variant is a line here or a subclass of CausalSelfAttention. A line must treat each
-    # token by itself: sampling passes only the newest.
+    # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar.
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
-    # [BF Eq. 15]: both, each with its own output matrix
-    'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # control: is it the scale?
     'value-skip': lambda mh, v, gamma: mh + v,                     # control: is it the added V?
-}
+}  # and belief-star, a class below
 
 def default_gamma(c):
-    """The papers' gamma, unless --gamma is given."""
+    """The papers' gamma, unless --gamma is given. AX2 wants 1 or more, AX1 more than 0, up to 1."""
     if c.gamma is not None:
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
@@ -150,8 +145,8 @@ class Config:
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 800           # optimiser steps
-    batch_size: int = 32           # windows in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches per optimiser step
+    batch_size: int = 32           # windows per forward pass
+    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
     learning_rate: float = 2e-3    # at its peak
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
     schedule: str = 'cosine'       # cosine or trapezoid, after warmup
@@ -164,27 +159,24 @@ class Config:
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 640           # validation windows, the same ones every time
     dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
-    # machine: from here on, settings may change when a run is resumed
+    # machine
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
-    threads: int = 1               # CPU threads; 0 for PyTorch's default
+    threads: int = 0               # CPU threads; 0: up to four
     log_interval: int = 50         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; if there is none, start one
+    resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
     # actions
-    folder: str = ''               # sample, --resume: a run's folder; default: the last run's
-    prompt: str = '\ndef '         # sample: a text to continue
+    folder: str = ''               # sample, --resume: a run's folder, instead
+    prompt: str = '\ndef '         # sample: a text to continue, or FILE:notes.txt
+    num_samples: int = 1           # sample
     new_tokens: int = 300          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
+    top_k: int = 0                 # sample: only from so many likeliest tokens; 0 for all
 
     def __post_init__(self):
         if self.attention not in ATTENTION:
             fail(f'--attention {self.attention} is not in ATTENTION: run the file that adds it')
-        gamma = default_gamma(self)
-        if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
-            fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
-        if self.attention == 'attentionx-v1' and not 0 < gamma <= 1:
-            fail(f'--gamma {gamma:g}: attentionx-v1 takes more than 0, up to 1')
         if self.n_embd % (2 * self.n_head):
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
         if not self.prompt:
@@ -195,11 +187,11 @@ class Config:
         return self.attention + ('-zd' if self.zero_diag else '')
 
 GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='openwebtext',
-                  beta2=0.95, threads=0)
+                  beta2=0.95)
 PRESETS = {
     'tiny': {},
-    't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, dropout=0.2,
-               max_iters=3000, learning_rate=1e-3, eval_interval=250, threads=0),
+    't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=32, grad_accum_steps=2,
+               dropout=0.2, max_iters=3000, learning_rate=1e-3, eval_interval=250),
     # [choice] nanoGPT's recipe: AX1 and AX2 give only the repository, the data and gamma
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
@@ -212,21 +204,20 @@ PRESETS = {
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
                         grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
-# smallest and largest values; where none is given, 0 and no limit
-LOWEST = dict.fromkeys(('n_layer', 'n_head', 'n_embd', 'block_size', 'batch_size',
-                        'grad_accum_steps', 'eval_interval', 'eval_rows', 'log_interval'), 1)
-HIGHEST = dict(min_lr_ratio=1, beta1=0.9999, beta2=0.999999, dropout=0.99)
+MACHINE = {  # settings that a resumed run may change
+    'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
+    'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
 CHOICES = {
     'attention': ATTENTION, 'arch': ('gpt2', 'rotary'), 'tokenizer': ('bytes', 'gpt2'),
     'schedule': ('cosine', 'trapezoid'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
 
 # ------------------------------------ model ------------------------------------
-def rotate(x, past=0):
-    """Rotary position embedding of x (B, T, nh, hs), whose first token is at position `past`."""
+def rotate(x):
+    """Rotary position embedding of x (B, T, nh, hs)."""
     hs = x.size(3)
     inv_freq = 10000 ** -(torch.arange(0, hs, 2, device=x.device).float() / hs)
-    position = torch.arange(past, past + x.size(1), device=x.device).float()
+    position = torch.arange(x.size(1), device=x.device).float()
     angle = torch.outer(position, inv_freq)  # (T, hs/2)
     cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
     a, b = x.chunk(2, dim=-1)
@@ -247,38 +238,40 @@ class CausalSelfAttention(nn.Module):
             self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
-        if c.attention == 'belief-star':
-            self.c_proj_s = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W^s
 
-    def qkv(self, x, cache=None):
-        """x (B, T, C) -> q (B, nh, T, hs), k and v (B, nh, S, hs). With a cache, {} at first, k and
-        v are those of all S tokens so far; without one, S = T."""
+    def heads(self, x):
+        """x (B, T, C) -> MH and V, both (B, T, nh, hs)."""
         c = self.config
         q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)  # (B, T, nh, hs)
-        past = cache['k'].size(1) if cache else 0  # number of tokens before x's
         if c.arch == 'rotary':
-            q, k = rotate(q, past), rotate(k, past)
-        if past:
-            k, v = torch.cat([cache['k'], k], 1), torch.cat([cache['v'], v], 1)
-        if cache is not None:
-            cache.update(k=k, v=v)
-        return [t.transpose(1, 2) for t in (q, k, v)]
+            q, k = rotate(q), rotate(k)
+        q, k, v_heads = [t.transpose(1, 2) for t in (q, k, v)]  # (B, nh, T, hs)
+        return multi_head(q, k, v_heads, c.zero_diag, c.dropout if self.training else 0.0), v
 
-    def heads(self, x, cache=None):
-        """x (B, T, C) -> MH and V of x's tokens, both (B, T, nh, hs)."""
-        c = self.config
-        q, k, v = self.qkv(x, cache)
-        mh = multi_head(q, k, v, c.zero_diag, c.dropout if self.training else 0.0)
-        return mh, v[:, :, -x.size(1):].transpose(1, 2)
+    def update(self, mh, v):
+        """What the layer passes on to W^o, (B, T, nh, hs)."""
+        return ATTENTION[self.config.attention](mh, v, self.gamma)
 
-    def forward(self, x, cache=None):
-        """x (B, T, C) -> (B, T, C)."""
-        mh, v = self.heads(x, cache)
-        update = ATTENTION[self.config.attention](mh, v, self.gamma)  # (B, T, nh, hs)
-        if self.config.attention == 'belief-star':
-            delta, delta_s = update
-            return self.c_proj(delta.flatten(2)) + self.c_proj_s(delta_s.flatten(2))  # [BF Eq. 15]
-        return self.c_proj(update.flatten(2))
+    def forward(self, x):
+        """x (B, T, C), the layer's normalised input -> (B, T, C)."""
+        mh, v = self.heads(x)
+        return self.c_proj(self.update(mh, v).flatten(2))
+
+class BeliefStar(CausalSelfAttention):
+    """Delta W^o + Delta_s W^s.  [BF Eq. 15]"""
+    def __init__(self, c, layer):
+        super().__init__(c, layer)
+        self.c_proj_s = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W^s
+
+    def update(self, mh, v):
+        return orthogonal(mh, v, (-2, -1))  # Delta
+
+    def forward(self, x):
+        mh, v = self.heads(x)
+        delta, delta_s = self.update(mh, v), orthogonal(mh, v, (-1,))
+        return self.c_proj(delta.flatten(2)) + self.c_proj_s(delta_s.flatten(2))
+
+ATTENTION['belief-star'] = BeliefStar
 
 class MLP(nn.Module):
     def __init__(self, c):
@@ -301,8 +294,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(c.dropout)
         self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0
 
-    def forward(self, x, cache=None):
-        x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x), cache))
+    def forward(self, x):
+        x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x)))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 class GPT(nn.Module):
@@ -336,22 +329,20 @@ class GPT(nn.Module):
             p.normal_(0.0, std, generator=generator)
         # any other parameter, such as gamma, keeps the value it was made with
 
-    def embed(self, idx, past=0):
-        """idx (B, T), whose first token is at position `past` -> (B, T, C)."""
+    def embed(self, idx):
+        """idx (B, T) -> (B, T, C)."""
         x = self.transformer.wte(idx)
         if self.config.arch == 'gpt2':
-            position = torch.arange(past, past + idx.size(1), device=idx.device)
+            position = torch.arange(idx.size(1), device=idx.device)
             x = self.transformer.drop(x + self.transformer.wpe(position))
         return x
 
-    def forward(self, idx, targets=None, cache=None):
+    def forward(self, idx, targets=None):
         """idx, targets (B, T) -> logits (B, T, V), loss in nats per token (not of targets -1).
-        Without targets: logits of the last position (B, 1, V), and None. With a cache, a dict for
-        each layer ({} at first), idx are the tokens that it lacks."""
-        past = cache[0]['k'].size(1) if cache and cache[0] else 0
-        x = self.embed(idx, past)
-        for i, block in enumerate(self.transformer.h):
-            x = block(x, cache[i] if cache else None)
+        Without targets: logits of the last position (B, 1, V), and None."""
+        x = self.embed(idx)
+        for block in self.transformer.h:
+            x = block(x)
         x = self.transformer.ln_f(x)  # (B, T, C)
         if targets is None:
             return self.lm_head(x[:, [-1]]), None
@@ -359,20 +350,19 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0):
-        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token."""
-        unread, cache = idx, [{} for _ in self.transformer.h]  # each layer's keys and values
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0):
+        """idx (B, T) -> (B, T + max_new_tokens). temperature 0 takes the likeliest token; top_k
+        leaves only so many to choose from. As in nanoGPT, nothing is cached."""
         for _ in range(max_new_tokens):
-            if idx.size(1) > self.config.block_size:
-                # the window slides, so all positions change and no cached key or value holds
-                unread, cache = idx[:, -self.config.block_size:], None
-            logits = self(unread, cache=cache)[0][:, -1].float()  # (B, V)
-            if temperature:
+            logits = self(idx[:, -self.config.block_size:])[0][:, -1].float()  # (B, V)
+            if top_k:
+                least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
+                logits[logits < least] = -math.inf
+            if temperature > 1e-6:  # below, softmax would overflow
                 token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
             else:
                 token = logits.argmax(-1, keepdim=True)
             idx = torch.cat([idx, token], dim=1)
-            unread = token
         return idx
 
 # ------------------------------------ data ------------------------------------
@@ -381,7 +371,8 @@ VOCAB_SIZE = dict(bytes=256, gpt2=50257)  # of each tokenizer
 def get_tokenizer(name):
     """Functions encode, text -> ids, and decode, ids -> text. tiktoken downloads gpt2's once."""
     if name == 'bytes':
-        return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors='replace')
+        return (lambda text: list(text.encode(errors='replace')),
+                lambda ids: bytes(ids).decode(errors='replace'))
     import tiktoken
     gpt2 = tiktoken.get_encoding('gpt2')
     return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}), gpt2.decode
@@ -393,7 +384,7 @@ def read_text(c):
         texts = [path.read_text('utf-8', errors='replace') for path in files]
         train = [text for i, text in enumerate(texts) if i % 10 != 9]
         return ''.join(train), ''.join(texts[9::10])
-    if not Path(c.data).is_file():
+    if not Path(c.data).exists():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
              f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
     try:
@@ -405,6 +396,9 @@ def read_text(c):
 
 def read_tokens(path, tokenizer):
     """A file of uint16 token ids, as nanoGPT writes them. Its first 8 million are checked."""
+    if not path.exists():
+        fail(f'{path} is missing: for text, name one file, or '
+             '`python prepare_data.py text FILE` makes a folder of it')
     try:
         tokens = np.memmap(path, np.uint16, 'r')
     except ValueError as error:  # it is empty, or has an odd number of bytes
@@ -434,7 +428,8 @@ def read_meta(folder):
     return meta
 
 def load_data(c):
-    """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size."""
+    """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size, and
+    facts, by which a run knows its data again."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if folder.is_dir():
         tokenizer = read_meta(folder)['tokenizer']
@@ -448,21 +443,21 @@ def load_data(c):
     vocab_size = VOCAB_SIZE[tokenizer]
     if 0 < c.vocab_size < vocab_size:
         fail(f'--vocab-size {c.vocab_size}: the vocabulary of {tokenizer} has {vocab_size} tokens')
+    ends = np.concatenate([part for t in (train, val) for part in (t[:9999], t[-9999:])])
+    facts = dict(tokenizer=tokenizer, vocab_size=vocab_size, train=len(train), val=len(val),
+                 checksum=zlib.crc32(ends.tobytes()))
     return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size,
-                           about=c.data)
+                           facts=facts, about=c.data)
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. data completes c, and is None if c comes from a saved model."""
-    if data:
-        size = c.vocab_size or getattr(data, 'vocab_size', 0)
-        if not size:  # your own data may not say
-            size = 1 + max(int(data.train.max()), int(data.val.max()))
-        c = replace(c, vocab_size=size, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
-    model = GPT(c)
-    if c.init and data and not c.resume:
-        load_weights(model, c.init)
-    return model
+    """A model on the CPU for the vocabulary of data, which may be what a saved run knows of it."""
+    size = c.vocab_size or getattr(data, 'vocab_size', 0)
+    if not size:  # your own arrays do not say
+        size = 1 + int(max(np.max(data.train), np.max(data.val)))
+        if min(np.min(data.train), np.min(data.val)) < 0:
+            fail('your data have ids below 0: leave padding out')
+    return GPT(replace(c, vocab_size=size, tokenizer=getattr(data, 'tokenizer', c.tokenizer)))
 
 def load_weights(model, path):
     """Start from a checkpoint of this script, nanoGPT or `casted`, which have the same keys."""
@@ -490,11 +485,11 @@ def windows(tokens, starts, c, device):
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of a micro-batch, the same for every variant and in a resumed run."""
+    """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a window fits
     size = c.grad_accum_steps, c.batch_size
     starts = np.random.default_rng([c.seed, step]).integers(n, size=size)
-    return windows(data.train, starts[micro, RANK::WORLD], c, device)
+    return windows(data.train, starts[micro], c, device)
 
 def loss_of(model, batch, c):
     return model(*batch)[1]
@@ -511,12 +506,11 @@ def diagnose(model, idx):
     x = model.embed(idx)  # (B, T, C)
     for i, block in enumerate(model.transformer.h):
         attn = block.attn
-        if type(attn).forward is not CausalSelfAttention.forward:
-            return {}  # a subclass need not have MH and V
+        base = CausalSelfAttention
+        if type(attn).forward is not base.forward and type(attn).update is base.update:
+            return {}  # a subclass that does not say what it passes on
         mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
-        update = ATTENTION[model.config.attention](mh, v, attn.gamma)
-        if model.config.attention == 'belief-star':
-            update, _ = update  # Delta, without Delta_s
+        update = attn.update(mh, v)
         mh, v, update = [t.flatten(2).to(x) for t in (mh, v, update)]  # (B, T, C), in x's dtype
         mh_out, update_out = [(t @ attn.c_proj.weight.T).to(x) for t in (mh, update)]
         layer = dict(
@@ -556,22 +550,24 @@ def learning_rate(step, c):
     return c.learning_rate * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping."""
+    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
+    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
         with autocast:
-            loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
+            loss = loss_of(net, batch, c) / c.grad_accum_steps
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sum over the processes
+    if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
+    skipped = not norm.isfinite() and scaler.get_scale() > 1
+    scaler.step(optimizer)
     scaler.update()
-    return total.item(), norm.item()
+    return total.item(), 0.0 if skipped else norm.item()
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
@@ -581,39 +577,41 @@ def train(c, folder=None, data=None):
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
     model = make_model(c, data).to(device)
+    if c.init and not c.resume:
+        load_weights(model, c.init)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
     net = torch.compile(model) if c.compile else model
     start, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
-        model.load_state_dict(saved['model'])
-        # only its moments: weight decay and the like are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
-        if saved['scaler']:  # it was trained in float16
-            scaler.load_state_dict(saved['scaler'])
-        start, seconds, log, losses = saved['progress']
+        start, seconds, log, losses = resume_run(c, model, optimizer, scaler, data)
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
           f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
+    batches = prefetch(lambda step: [get_batch(data, c, step, micro, device)
+                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
+                       range(start, c.max_iters))
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
-                         scaler=scaler.state_dict(), config=asdict(model.config),
-                         progress=(step, seconds, log, losses))
-            save(folder, 'ckpt.pt', state)
+            weights = dict(model=model.state_dict(), config=asdict(model.config),
+                           data=getattr(data, 'facts', {}))
+            save(folder, 'ckpt.pt', dict(
+                weights, optimizer=optimizer.state_dict()['state'], scaler=scaler.state_dict(),
+                progress=(step, seconds, log, losses)))
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
+            if math.isnan(row['val_loss']):
+                raise FloatingPointError(f'validation loss nan at step {step}: try a lower '
+                                         '--learning-rate, or check any formula you edited')
             log, losses = [*log, row], []
-            best = min(past['val_loss'] for past in log)  # this row included
-            if row['val_loss'] <= best or math.isnan(best):
-                save(folder, 'best.pt', state)
+            if row['val_loss'] == min(past['val_loss'] for past in log):
+                save(folder, 'best.pt', weights)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
@@ -624,11 +622,8 @@ def train(c, folder=None, data=None):
         torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c)
-        batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
-        loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16, a step that overflows is skipped and halves the scale, down to 1
-        overflow = not math.isfinite(norm) and scaler.get_scale() > 1
-        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        loss, norm = train_step(net.train(), next(batches), c, optimizer, scaler, autocast)
+        if not math.isfinite(loss + norm):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
@@ -643,18 +638,20 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, sample ------------------------------------
 def report(c, model, log, folder, data):
-    """Draw the run and its layers -> text: the result, beside that of a bigram model."""
+    """Print the result beside a bigram model's and a sample, and draw the run and its layers."""
+    print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token '
+          f'(a bigram model: {bigram_loss(data):.3f})')
+    try:
+        text = complete(replace(c, num_samples=1), model)
+        print(f'\nAfter {c.prompt!r} the model writes:\n{text}\n')
+    except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
+        print(f'note    no sample: {error}')
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss (nats per token)', 'loss'),
         ('validation loss (nats per token)', 'val_loss')])
     draw_layers(folder / 'layers.png', log, c.n_layer)
     other = 'softmax' if c.attention != 'softmax' else 'attentionx'
-    return (f'\nAfter {c.prompt!r} the model writes:\n{complete(c, model)}\n\n'
-            f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token '
-            f'(a bigram model: {bigram_loss(data):.3f})\n'
-            f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-            f'next    compare with --attention {other}, or: '
-            f'python {PROGRAM} sample --folder {folder}')
+    files_and_next(c, folder, 'attention', [other, c.attention], 'sample')
 
 def bigram_loss(data):
     """Validation loss of a smoothed bigram model, in nats per token."""
@@ -681,24 +678,28 @@ def draw_layers(path, log, n_layer):
         ('alpha = <MH,V> / <V,V>', 'alpha')])
 
 def complete(c, model):
-    """--prompt and the model's continuation of it."""
+    """--prompt and the model's continuations of it."""
     tokenizer = model.config.tokenizer
     encode, decode = get_tokenizer(tokenizer)
+    prompt = c.prompt
+    if prompt.startswith('FILE:'):  # as in nanoGPT
+        prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8')
     torch.manual_seed(c.seed)
-    idx = torch.tensor([encode(c.prompt)], device=model.lm_head.weight.device)  # (1, T)
-    tokens = model.generate(idx, c.new_tokens, c.temperature)[0].tolist()
-    return decode([t for t in tokens if t < VOCAB_SIZE[tokenizer]])  # owt-124m has spare ids
+    idx = torch.tensor([encode(prompt)], device=model.lm_head.weight.device)  # (1, T)
+    texts = []
+    for _ in range(c.num_samples):
+        tokens = model.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
+        texts.append(decode([t for t in tokens if t < VOCAB_SIZE[tokenizer]]))  # spare ids
+    return '\n---------------\n'.join(texts)
 
 def sample(c):
-    _, model = load_run(c)
+    model, _ = load_run(c)
     text = complete(c, model)
     print(text)
     return text
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
@@ -707,23 +708,33 @@ def pick_device(c):
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     if name == 'cuda':
-        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-    if name.startswith('cuda'):
-        if not torch.cuda.is_available():
-            fail(f'--device {c.device}: PyTorch finds no CUDA device here')
-        torch.cuda.set_device(name)
+        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):
+        fail(f'--device {c.device}: PyTorch finds no such device here; cpu, cuda, cuda:1 and mps '
+             'are names of some')
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    if c.dtype != 'auto':
-        dtype = c.dtype
-    if c.threads:
-        torch.set_num_threads(c.threads)
-    return torch.device(name), getattr(torch, dtype)
+    torch.set_num_threads(c.threads or min(4, os.cpu_count()))
+    return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
     """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
-    return autocast, scaler
+    return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+def prefetch(make, steps):
+    """Yield make(step) for each step. A thread makes the next while the caller works."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = None
+        for step in steps:
+            ready, coming = coming, thread.submit(make, step)
+            if ready:
+                yield ready.result()
+        if coming:
+            yield coming.result()
 
 def count(model):
     """Number of trainable parameters."""
@@ -738,32 +749,43 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
+        torch.save(dict(state, script=SCRIPT), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, foreign=False):
-    """A checkpoint of this script or, if foreign, of any program. Nothing in the file is run."""
+def load_checkpoint(path):
+    """A checkpoint of any program, as a dict. Nothing in the file is run."""
     try:
         if str(path).endswith('.safetensors'):
-            from safetensors.torch import load_file
-            return load_file(path)
-        saved = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # no such file, no safetensors, or any of PyTorch's half a dozen
+            return read_safetensors(Path(path).read_bytes())
+        return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # no such file, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        fail(f'{path} cannot be read: {" ".join(str(error).split())[:150]}')
-    if not foreign and saved.get('script') != SCRIPT:
-        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
-    return saved
+        if not Path(path).is_file():
+            fail(f'{path}: there is no such file')
+        fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
+
+def read_safetensors(raw):
+    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
+    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
+    start = 8 + int.from_bytes(raw[:8], 'little')
+    tensors = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        if name != '__metadata__':
+            first, last = entry['data_offsets']
+            data = bytearray(raw[start + first:start + last])
+            tensors[name] = torch.frombuffer(data, dtype=kinds[entry['dtype']]).view(entry['shape'])
+    return tensors
 
 def read_weights(path, **settings):
     """{name: tensor} from a checkpoint, ours or another program's, without the prefixes that
-    wrappers add. `settings`, such as n_head=4, do not show in shapes: the file must agree."""
-    saved = load_checkpoint(path, foreign=True)
-    theirs = saved.get('config', saved.get('model_args', {}))  # ours, nanoGPT's
+    wrappers add. Shapes do not show the number of heads: pass n_head=... to check it."""
+    saved = load_checkpoint(path)
+    theirs = saved.get('model_args') or saved.get('config') or {}  # nanoGPT's, ours
     for name, value in settings.items():
         if theirs.get(name, value) != value:
             fail(f'{path} has {name} {theirs[name]}, not {value}: '
@@ -777,92 +799,148 @@ def read_weights(path, **settings):
 def write_log(folder, log):
     """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
-        with open(Path(folder, 'log.csv'), 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
-            writer.writeheader()
-            writer.writerows(log)
+        try:
+            with open(Path(folder, 'log.csv'), 'w', newline='') as file:
+                writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+                writer.writeheader()
+                writer.writerows(log)
+        except PermissionError as error:  # Excel has it open, say
+            print(f'note    {error}: its rows follow with the next evaluation')
+
+def picture(path, paint, **size):
+    """Save what paint(figure) draws. Without matplotlib, or if it fails, print a note."""
+    try:
+        from matplotlib.figure import Figure
+        figure = Figure(layout='tight', **size)
+        paint(figure)
+        figure.savefig(path)
+    except Exception as error:  # a font, or matplotlib's own imports
+        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
     or (title, figure, second figure, which is dashed)."""
-    try:
+    def paint(figure):
         from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
-    colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
-    picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
-    for i, (title, *names) in enumerate(panels, 1):
-        axis = picture.add_subplot(1, len(panels), i, xlabel='step', title=title)
-        for (label, log), colour in zip(logs.items(), colours):
-            for name, line in zip(names, ('.-', '.--')):
-                rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
-                axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
-                          color=colour, label=label)
-                label = None  # once in the legend
-        axis.grid(alpha=0.3)
-    axis.legend()
-    picture.savefig(path)
+        colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
+        for i, (title, *names) in enumerate(panels, 1):
+            axis = figure.add_subplot(1, len(panels), i, xlabel='step', title=title)
+            for (label, log), colour in zip(logs.items(), colours):
+                for name, line in zip(names, ('.-', '.--')):
+                    rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
+                    axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
+                              color=colour, label=label)
+                    label = None  # once in the legend
+            axis.grid(alpha=0.3)
+        axis.legend()
+    picture(path, paint, figsize=(5 * len(panels), 4))
 
 def new_folder(c, where=SCRIPT):
     """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
+    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
     for n in itertools.count(1):
         folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             pass
 
-def last_folder(folder, out_dir):
-    """--folder or else the newest checkpoint's folder; None if there is none."""
-    if folder:
-        return Path(folder)
-    checkpoints = sorted(Path(out_dir, SCRIPT).glob('*/ckpt.pt'), key=os.path.getmtime)
-    return checkpoints[-1].parent if checkpoints else None
+def read_config(folder):
+    """A run's settings, as a dict."""
+    file, known = Path(folder, 'config.json'), asdict(Config())
+    config = json.loads(file.read_text('utf-8')) if file.exists() else {}
+    if not config or config.keys() - known.keys():
+        fail(f'{folder} is not a run of {SCRIPT}.py')
+    return {**known, **config}
+
+def find_run(given, resume):
+    """--folder or the newest run with the settings `given` on the command line; None if there is
+    none. --resume looks for a run of the command's own name, first for one without other settings.
+    """
+    if given.get('folder'):
+        return Path(given['folder'])
+    typed = {name: x for name, x in given.items() if name not in MACHINE}
+    wanted, found, own = Config(**typed), [], resume and typed
+    for file in Path(given.get('out_dir', 'out'), SCRIPT).glob('*/ckpt.pt'):
+        name = re.sub(r'-\d+$', '', file.parent.name)  # without the number of its folder
+        config = json.loads(file.with_name('config.json').read_text('utf-8'))
+        others = {key for key, x in asdict(wanted).items() if config.get(key) != x} - MACHINE
+        if not others & typed.keys() and not (own and name != f'{wanted.variant}-s{wanted.seed}'):
+            found.append((-len(others) if own else 0, file.stat().st_mtime, file.parent))
+    return max(found)[-1] if found else None
 
 def load_run(c, name='best.pt'):
-    """Settings and model of --folder, or of the last run, with its best weights."""
-    folder = last_folder(c.folder, c.out_dir)
-    if not folder:
-        fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
-    if not c.folder:
-        print(f'run     {folder}, the newest\n')
-    saved = load_checkpoint(folder / name)
-    model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
+    """Model of a run, with its best weights, and what the run knows of its data."""
+    saved = load_checkpoint(Path(c.folder, name))
+    data = SimpleNamespace(**saved['data'])
+    model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
     try:
         model.load_state_dict(saved['model'])
     except RuntimeError:
-        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
-    return model.config, model.eval()
+        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    return model.eval(), data
+
+def resume_run(c, model, optimizer, scaler, data):
+    """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
+    for name, x in getattr(data, 'facts', {}).items():
+        if saved['data'].get(name) != x:
+            fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
+                 f'and is {x}'[:300])
+    if c.max_iters < saved['progress'][0]:
+        fail(f'--max-iters {c.max_iters}: {c.folder} is at step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
+    # restore only the moments; weight decay etc. come from the settings
+    optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+    if saved['scaler']:  # it was trained in float16
+        scaler.load_state_dict(saved['scaler'])
+    return saved['progress']
 
 def train_and_report(c, where=SCRIPT):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
-        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1))
+        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
+        saved = folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        print(f'\nstopped; to continue from step {step}: '
+              f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
     if RANK == 0:
-        print(report(c, model.eval(), log, folder, data))
+        report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
+def files_and_next(c, folder, field, values, *more):
+    """Lines that end a report: its files, further commands, and one that compares variants."""
+    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
+    flags = []
+    for f in fields(Config):
+        value, flag = getattr(c, f.name), f.name.replace('_', '-')
+        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
+            flags.append(f'--{flag}' if value is True else f'--{flag}={value}')
+    if Path(PROGRAM).name != f'{SCRIPT}.py':
+        flags += ['--with', PROGRAM]
+    compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
+                          f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
+    for command in more:
+        print(f'next    python {PROGRAM} {command} --folder {shlex.quote(str(folder))}')
+    print(f'next    python {compare}  # trains and draws both')
+
 def parse(argv=None):
-    """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
+    """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=fields_of_config.replace('"""', ''),
+        description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
@@ -876,47 +954,47 @@ def parse(argv=None):
     preset = given.pop('preset', 'tiny')
     given = {**PRESETS[preset], **given}
     for name, value in given.items():
-        lowest, highest = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
-        if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
-            fail(f'{name} {value}: must be from {lowest} to {highest}')
-    folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if given.get('resume') and folder:
-        return action, resumed(folder, given)
-    if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-        print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
-    return action, Config(**{**given, 'resume': False})  # there is nothing to resume
-
-def resumed(folder, given):
-    """Config of the run in `folder`. `given` may raise max_iters, and set the machine's fields."""
-    saved = load_checkpoint(folder / 'ckpt.pt')
-    config, step = {**asdict(Config()), **saved['config']}, saved['progress'][0]
-    names = list(config)
-    for name in names[:names.index('device')]:
-        if name != 'max_iters' and given.get(name, config[name]) != config[name]:
-            fail(f'--resume: {folder} has --{name.replace("_", "-")} {config[name]}, which stays')
-    if given.get('max_iters', step) < step:
-        fail(f'--max-iters {given["max_iters"]}: {folder} is at step {step}')
-    if saved['version'] != VERSION:
-        print(f'note    {SCRIPT}.py has changed since {folder} was saved')
-    config['device'] = 'auto'  # this machine may be another
-    config.update(given, folder=str(folder))
-    return Config(**config)
+        if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
+            fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
+        if name in ('data', 'init', 'folder', 'out_dir'):
+            given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
+    new, resume = action in NEW, given.pop('resume', False)
+    folder = find_run(given, resume) if resume or not new else None
+    if new and not folder:  # with --resume, there is nothing to resume yet
+        if given.get('folder'):
+            fail('--folder names a run to --resume; a new run picks its own name')
+        if preset == 'tiny' and torch.cuda.is_available():
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
+        return action, Config(**given)
+    if not folder:
+        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
+    config = read_config(folder)
+    for name, value in given.items():
+        if name not in MACHINE and config[name] != value:
+            fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
+    print(f'run     {folder}')
+    return action, Config(**{**config, 'device': 'auto',  # this may be another machine
+                             **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
     global PROGRAM
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None and 'kernel_launcher' in sys.argv[0]:
+        argv = []  # main() in a notebook's cell: sys.argv is the kernel's
     if argv is None:
-        PROGRAM = Path(sys.argv[0]).name
+        PROGRAM = sys.argv[0]
     action, c = parse(argv)
-    if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
-        fail('--compile needs a C++ compiler: install one, or give --no-compile')
-    if c.batch_size % WORLD:
-        fail(f'{WORLD} processes cannot share --batch-size {c.batch_size} evenly')
-    if WORLD > 1 and 'MASTER_ADDR' not in os.environ:
-        fail(f'WORLD_SIZE={WORLD} is set without the rest of what torchrun sets: unset it')
+    if c.grad_accum_steps % WORLD:
+        n = WORLD * math.ceil(c.grad_accum_steps / WORLD)
+        fail(f'{WORLD} processes cannot share {c.grad_accum_steps} micro-batches evenly: give '
+             f'--grad-accum-steps {n} --batch-size {c.batch_size * c.grad_accum_steps // n or 1}')
     if WORLD > 1:
+        print(f'waiting for {WORLD} processes')
         dist.init_process_group()
     try:
         return ACTIONS[action](c)
@@ -931,7 +1009,7 @@ def main(argv=None):
 # --- end of runs
 
 ACTIONS = {'train': train_and_report, 'sample': sample}
+NEW = {'train'}  # actions that make a run; others, and --resume, look for one
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
-    sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character
     main()
