@@ -239,14 +239,19 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)  # W^o
 
+    def qkv(self, x):
+        """x (B, T, C) -> q, k, v (B, nh, T, hs)."""
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.config.n_head, -1)).unbind(2)
+        if self.config.arch == 'rotary':
+            q, k = rotate(q), rotate(k)  # (B, T, nh, hs)
+        return [t.transpose(1, 2) for t in (q, k, v)]
+
     def heads(self, x):
         """x (B, T, C) -> MH and V, both (B, T, nh, hs)."""
+        q, k, v = self.qkv(x)
         c = self.config
-        q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)  # (B, T, nh, hs)
-        if c.arch == 'rotary':
-            q, k = rotate(q), rotate(k)
-        q, k, v_heads = [t.transpose(1, 2) for t in (q, k, v)]  # (B, nh, T, hs)
-        return multi_head(q, k, v_heads, c.zero_diag, c.dropout if self.training else 0.0), v
+        mh = multi_head(q, k, v, c.zero_diag, c.dropout if self.training else 0.0)
+        return mh, v.transpose(1, 2)
 
     def update(self, mh, v):
         """What the layer passes on to W^o, (B, T, nh, hs)."""

@@ -1,4 +1,4 @@
-r"""Train variants of one script on the same batches and seeds, and tabulate their differences.
+r"""Train variants of one script on the same batches and seeds; draw and tabulate them.
 
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
     python experiments/compare.py attentionx_gpt --table papers --data shakespeare --seeds 11,12,13
@@ -9,24 +9,30 @@ r"""Train variants of one script on the same batches and seeds, and tabulate the
     python experiments/compare.py admm_detr --from-csv experiments/runs/detr-cross.csv --against l2
     python experiments/compare.py attentionx_gpt --bench --sweep attention=softmax,belief
 
-All other flags go to the script: --preset t4, --max-iters 1000. Each run is a row of a csv file:
-its settings, its figures, and the version of the script that made it. The same command trains only
-what that file lacks, so it continues where it was stopped. Needs `pip install scipy`.
+All other flags go to the script: --preset t4, --max-iters 1000. A run uses one CPU thread unless
+--threads says otherwise. Each run is a row of a csv file: its settings, its figures, the version of
+the script that made it, and checksums of its data and weights. The same command trains only what
+that file lacks, so it continues where it was stopped. The last line names a picture: every case
+over steps and over seconds. Needs `pip install scipy`, and matplotlib for the picture.
 """
 import argparse
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import platform
 import re
 import sys
 import time
+import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +42,7 @@ import torch
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.pop('WORLD_SIZE', None)  # torchrun's, or left by it: every run here is one process
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
@@ -120,9 +127,17 @@ METRIC = {  # a validation figure by which --tune chooses, and which of two is b
 RESULTS = {  # figures of a table; differences are of the first
     'attentionx_gpt': ['val_loss', 'mean_loss'],
     'belief_vit': ['test_acc', 'best_test_acc', 'mean_loss'],
-    'admm_detr': ['AP', 'AP50', 'AP75', 'APs', 'APm', 'APl'],
+    'admm_detr': ['AP', 'AP50', 'AP75'],
     'mask_distill': ['kl', 'accuracy', 'mse', 'cosine', 'kept', 'perplexity',
                      'teacher_perplexity']}
+UNPAIRED = {'admm_detr'}  # equal seeds do not make its runs alike: correlations below 0.15
+UNITS = {  # of the training loss and of METRIC; what a forward pass takes, and how many tensors
+    'attentionx_gpt': ('training loss (nats per token)', 'validation loss (nats per token)',
+                       'tokens', 1),
+    'belief_vit': ('training loss (nats per image)', 'validation accuracy (0 to 1)', 'images', 1),
+    'admm_detr': ('training loss', 'AP (0 to 1)', 'images', 2),
+    'mask_distill': ('training loss (nats per token)', 'validation KL (nats per token)',
+                     'tokens', 1)}
 BASELINE = {  # settings of the row that differences are taken from; {}: the first row's
     'attentionx_gpt': dict(attention='softmax'), 'belief_vit': dict(attention='softmax'),
     'admm_detr': dict(self_attention='softmax', cross_attention='softmax'), 'mask_distill': {}}
@@ -164,9 +179,9 @@ def number(text):
         return text
 
 def settings_of(script, c):
-    """The fields above `device`, as a csv gives them back: what tells one run from another."""
-    names = [f.name for f in fields(c)]
-    values = {name: getattr(c, name) for name in names[:names.index('device')]}
+    """All but the machine's, as a csv gives them back: what tells one run from another."""
+    names = [f.name for f in fields(c) if f.name not in script.MACHINE - {'max_iters'}]
+    values = {name: getattr(c, name) for name in names}
     values['dtype'] = str(script.pick_device(c)[1])[6:]  # what `auto` means on this machine
     return {name: number(str(x)) for name, x in values.items() if str(x) not in ('', 'None')}
 
@@ -181,9 +196,21 @@ def blob(path):
     text = Path(path).read_bytes()
     return hashlib.sha1(b'blob %d\0' % len(text) + text).hexdigest()
 
+@functools.cache
+def version(script):
+    """Of the script's file as it was when first asked for."""
+    return blob(script.__file__)
+
+def checksums(c, data):
+    """Of what a run reads: its data and, with --init, the weights that it starts from."""
+    facts = json.dumps(data.facts, sort_keys=True, default=str)
+    weights = {'init_crc': float(zlib.crc32(Path(c.init).read_bytes()))} if c.init else {}
+    return {'data_crc': float(zlib.crc32(facts.encode())), **weights}
+
 def load(name, extra):
     """The script, with the variants that the file `extra` adds to it."""
     script = importlib.import_module(name)
+    version(script)  # before somebody edits the file
     if extra:
         spec = importlib.util.spec_from_file_location(Path(extra).stem, extra)
         if not spec or not Path(extra).exists():
@@ -205,12 +232,14 @@ def train_one(name, extra, case, c, folder):
     script = load(name, extra)
     metric, better = METRIC[name]
     device, _ = script.pick_device(c)
-    row = dict(case=case, **settings_of(script, c), script=script.VERSION)
+    data = script.load_data(c)
+    row = dict(case=case, **settings_of(script, c), script=version(script))
     if extra:
         row['with'] = blob(extra)
-    row.update(torch=torch.__version__, python=platform.python_version(), machine=processor(device))
+    row.update(torch=torch.__version__, python=platform.python_version(), machine=processor(device),
+               **checksums(c, data), log=folder.name)
     try:
-        model, log = script.train(c)
+        model, log = script.train(c, None, data)
         folder.mkdir(parents=True, exist_ok=True)
         script.write_log(folder, log)
         losses = [line['loss'] for line in log if 'loss' in line] or [math.nan]
@@ -225,9 +254,10 @@ def train_one(name, extra, case, c, folder):
     return row
 
 def read_rows(path):
-    with open(path, newline='', encoding='utf-8') as file:
-        return [{key: text if key in ('case', 'script', 'with') else number(text)
-                 for key, text in row.items() if text} for row in csv.DictReader(file)]
+    """Rows of a csv file as dicts; numbers are floats, empty fields are left out."""
+    with open(path, newline='', encoding='utf-8-sig') as file:  # Excel begins it with a mark
+        return [{key: text if key in ('case', 'script', 'with', 'log') else number(text)
+                 for key, text in row.items() if text and key} for row in csv.DictReader(file)]
 
 def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +269,7 @@ def write_rows(path, rows):
     os.replace(part, path)
 
 def silence():
-    sys.stdout = open(os.devnull, 'w')
+    sys.stdout = open(os.devnull, 'w', errors='replace')
 
 def results(jobs, workers):
     """Yield each job's row as it finishes; `workers` processes run at a time."""
@@ -255,31 +285,46 @@ def results(jobs, workers):
 
 def train_all(script, cases, seeds, role, o):
     """Train each case and seed that o.csv lacks -> the rows of all cases and seeds."""
-    versions = {'script': script.VERSION, **({'with': blob(o.extra)} if o.extra else {})}
+    versions = {'script': version(script), **({'with': blob(o.extra)} if o.extra else {})}
     rows = read_rows(o.csv) if o.csv.exists() else []
     if any(row.get(key) != versions.get(key) for row in rows for key in ('script', 'with')):
         fail(f'{o.csv} has rows from another version of {script.SCRIPT}.py, or of --with: '
              'name another file with --csv')
+    try:
+        write_rows(o.csv, rows)  # before the first run, rather than after it
+    except OSError as error:
+        fail(f'--csv {o.csv}: {error}')
     wanted = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
-    finished = [settings_in(script, row) for row in rows if row['role'] == role]
-    todo = [(case, c) for case, c in wanted if settings_of(script, c) not in finished]
+    finished = [row for row in rows if row['role'] == role]
+    todo, read = [], {}
+    for case, c in wanted:
+        same = [row for row in finished if settings_in(script, row) == settings_of(script, c)]
+        for row in same:
+            if (c.data, c.init) not in read:
+                read[c.data, c.init] = checksums(c, script.load_data(c))
+            if any(row.get(key, x) != x for key, x in read[c.data, c.init].items()):
+                fail(f'{o.csv} has rows of other data or weights, under the same names: '
+                     'name another file with --csv')
+        todo += [] if same else [(case, c)]
     print(f'{len(cases)} cases, {len(seeds)} seeds: {len(todo)} runs to do; rows go to {o.csv}')
     jobs, gpus = [], torch.cuda.device_count()
     for i, (case, c) in enumerate(todo):
         if gpus > 1:
             c = replace(c, device=f'cuda:{i % gpus}')
-        name = re.sub(r'[^\w.=-]', '_', f'{case}-s{c.seed}')
-        jobs.append((script.SCRIPT, o.extra, case, c, o.csv.with_suffix('') / name))
+        crc = zlib.crc32(repr(settings_of(script, c)).encode())
+        name = f'{re.sub(r"[^A-Za-z0-9_.=-]", "_", case)[:60]}-s{c.seed}-{crc:08x}'
+        jobs.append((script.SCRIPT, o.extra, case, c, o.csv.with_suffix('.logs') / name))
     begin, metric = time.time(), METRIC[script.SCRIPT][0]
     for i, row in enumerate(results(jobs, o.workers), 1):
         case = row.pop('case')
-        rows = read_rows(o.csv) if o.csv.exists() else []  # another command may have added some
+        rows = read_rows(o.csv)  # another command may have added some
         write_rows(o.csv, [*rows, dict(case=case, role=role, **row)])
         left = (time.time() - begin) / i * (len(jobs) - i) / 60
         print(f'run {i} of {len(jobs)} done: {case}, seed {row["seed"]:g}: '
               f'{metric} {row[metric]:.4f}; about {left:.0f} min left\n', flush=True)
     rows = [row for row in read_rows(o.csv) if row['role'] == role]
-    return [dict(row, case=case) for case, c in wanted for row in rows  # under their current names
+    return [dict(row, case=case, folder=o.csv.with_suffix('.logs'))  # under their current names
+            for case, c in wanted for row in rows
             if settings_in(script, row) == settings_of(script, c)]
 
 # ------------------------------------ tables ------------------------------------
@@ -320,8 +365,8 @@ def group_by_case(script, rows, against):
 
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
 def tabulate(script, rows, metric, against=None):
-    """Print a line for each case: mean, difference from the first case paired by seed, the interval
-    that holds at 95 % for all rows together (Bonferroni), and its own p -> a dict for each line."""
+    """Print a line for each case: mean, difference from the first case, the interval that holds at
+    95 % for all rows together (Bonferroni), and its own p -> a dict for each line."""
     if not rows:
         fail('all of these runs are for choosing; none are for judging yet')
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -331,10 +376,16 @@ def tabulate(script, rows, metric, against=None):
     first, *rest = cases.values()
     width = max(26, *(len(case) + 1 for case in cases))
     tests = max(1, sum(len(runs) > 1 for runs in rest))
-    others = [name for name in (*RESULTS[script.SCRIPT], 'seconds')
-              if name in columns and name != metric]
-    print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, paired by seed. +-: 95 % interval '
-          f'for all\nrows together (Bonferroni, {tests} tested). p: each row on its own. '
+    others = [name for name in RESULTS[script.SCRIPT] if name in columns and name != metric]
+    paired = script.SCRIPT not in UNPAIRED
+    machines = sorted({f'{row["machine"]}, torch {row["torch"]}' for row in rows
+                       if 'machine' in row})
+    if len(machines) > 1:
+        print('\nnote: rows come from several machines, which differ about as much as seeds do: '
+              + '; '.join(machines))
+    print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
+          f'{"paired by seed" if paired else "not paired (Welch)"}. +-: 95 % interval for all\n'
+          f'rows together (Bonferroni, {tests} tested). p: each row on its own. '
           'The rest are means.\n'
           f'{"":{width}}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
           + ''.join(f' {name:>9}' for name in others))
@@ -342,10 +393,12 @@ def tabulate(script, rows, metric, against=None):
     for case, runs in cases.items():
         values = [row[metric] for row in runs.values()]
         gaps = [row[metric] - first[seed][metric] for seed, row in runs.items() if seed in first]
-        n, half, p = len(gaps), math.nan, math.nan
-        if n > 1 and np.std(gaps) > 1e-9 * abs(np.mean(gaps)):
-            half = stats.sem(gaps) * stats.t.ppf(1 - 0.025 / tests, n - 1)
-            p = stats.ttest_1samp(gaps, 0).pvalue
+        half, p = math.nan, math.nan
+        if len(gaps) > 1 and np.std(gaps) > 1e-9 * abs(np.mean(gaps)):
+            test = (stats.ttest_1samp(gaps, 0) if paired else stats.ttest_ind(
+                values, [row[metric] for row in first.values()], equal_var=False))
+            low, high = test.confidence_interval(1 - 0.05 / tests)
+            half, p = (high - low) / 2, test.pvalue
         sizes = [row['parameters'] for row in runs.values() if 'parameters' in row]
         line = dict(case=case, size=sizes[0] / 1e6 if sizes else math.nan, mean=np.mean(values),
                     sd=np.std(values, ddof=1) if len(values) > 1 else math.nan,
@@ -359,17 +412,84 @@ def tabulate(script, rows, metric, against=None):
         print(f'{case:{width}}' + text.replace('+nan', '   -').replace('nan', '  -'))
     return table
 
-def tables(script, rows, o):
-    """Print a table for every metric -> the lines of all of them."""
-    return [line for metric in o.metric for line in tabulate(script, rows, metric, o.against)]
+# ------------------------------------ curves ------------------------------------
+VARIANTS = {  # name and colour in every picture; colour-blind readers can tell a panel's apart
+    'softmax': ('softmax', '#000000'), 'attentionx': ('AttentionX', '#D55E00'),
+    'belief': ('BeliefFormer', '#009E73'), 'belief-star': ('BeliefFormer*', '#0072B2'),
+    'belief-head': ('BeliefFormer per head', '#56B4E9'),
+    'attentionx-learned': ('AttentionX, learned γ', '#E69F00'),
+    'attentionx-zd': ('AttentionX, zero diagonal', '#AA4499'),
+    'value-skip': ('MH + V, a control', '#AAAAAA'),
+    'differential': ('differential attention', '#332288'), 'gated': ('gated attention', '#661100'),
+    'laplacian': ('Laplacian heads', '#666633')}
+
+def looks(cases):
+    """{case: (name, colour)}: the baseline, which is first, is black, and the others are not."""
+    known = {case: VARIANTS.get(case, (case, None)) for case in cases}
+    used = {'#000000', *(colour for _, colour in known.values())}
+    spare = itertools.cycle(x for _, x in VARIANTS.values() if x not in used)
+    return {case: (name, '#000000' if case == [*cases][0] else
+                   next(spare) if colour in (None, '#000000') else colour)
+            for case, (name, colour) in known.items()}
+
+def draw_curves(script, rows, o):
+    """Training loss and metric of every case over steps and over seconds: means over the seeds, and
+    their range -> the picture's file, None if there is none.  [AX Fig. 1] [BF Fig. 4, 5]"""
+    cases = {}
+    for case, runs in group_by_case(script, rows, o.against).items():
+        files = [Path(row['folder'], row.get('log', '-'), 'log.csv') for row in runs.values()]
+        logs = [read_rows(file) for file in files if file.exists()]
+        cases[case] = [log for log in logs if len(log) == len(logs[0])]
+    if not all(cases.values()):
+        return None  # a csv without its logs, or runs that diverged
+    try:
+        from matplotlib.figure import Figure
+    except Exception as error:
+        return print(f'note: no picture, which needs `pip install matplotlib` ({error})')
+    figures = [(name, title) for name, title in zip(('loss', METRIC[script.SCRIPT][0]),
+                                                    UNITS[script.SCRIPT])
+               if any(name in line for logs in cases.values() for line in logs[0][1:])]
+    picture = Figure(figsize=(10, 3.6 * len(figures) + 0.4), layout='tight')
+    axes = picture.subplots(len(figures), 2, sharey='row', sharex='col', squeeze=False)
+    for (name, title), pair in zip(figures, axes):
+        for ax, x in zip(pair, ('step', 'seconds')):
+            for logs, (label, colour) in zip(cases.values(), looks(cases).values()):
+                lines = [line for line in zip(*logs)  # all seeds' at a step
+                         if line[0]['step'] > 0 and all(name in row for row in line)]
+                across = [np.mean([row[x] for row in line]) for line in lines]
+                values = np.array([[row[name] for row in line] for line in lines])
+                ax.plot(across, values.mean(1), '.-', color=colour, label=label, zorder=3)
+                ax.fill_between(across, values.min(1), values.max(1), color=colour, alpha=0.15)
+            ax.grid(color='#DDDDDD')
+            ax.spines[['top', 'right']].set_visible(False)
+        pair[0].set_ylabel(title)
+    for ax, unit in zip(axes[-1], ('step', 'seconds of training')):
+        ax.set_xlabel(unit)
+    axes[0, 0].legend(frameon=False)
+    seeds = len(next(iter(cases.values())))
+    picture.suptitle(f'{script.SCRIPT}: ' + (f'means and ranges of {seeds} seeds' if seeds > 1
+                                             else 'one seed'))
+    path = o.csv.with_suffix('.png')
+    picture.savefig(path, dpi=150, facecolor='white')
+    return path
+
+def present(script, rows, o):
+    """Print a table for every metric and draw the runs -> the lines of all tables."""
+    lines = [line for metric in o.metric for line in tabulate(script, rows, metric, o.against)]
+    path = draw_curves(script, rows, o)
+    if path:
+        print(f'\n{path}')
+    return lines
 
 # ------------------------------------ bench ------------------------------------
 def bench(script, cases, rounds):
-    """Time a training step of every case in turn, so noise hits all alike -> {case: seconds}."""
+    """Time a training step, and inference, of every case in turn, so noise hits all alike ->
+    {(case, what): seconds}. Inference is a forward pass without gradients.  [BF Tables 1 to 3]"""
     data, ready, times = script.load_data(next(iter(cases.values()))), {}, {}
+    *_, unit, inputs = UNITS[script.SCRIPT]
     for case, c in cases.items():
         device, dtype = script.pick_device(c)
-        model = script.make_model(c, data).to(device).train()
+        model = script.make_model(c, data).to(device)
         net = torch.compile(model) if c.compile else model
         ready[case] = (c, net, device, script.make_optimizer(model, c),
                        *script.mixed_precision(device, dtype))
@@ -377,16 +497,36 @@ def bench(script, cases, rounds):
         for case, (c, net, device, optimizer, autocast, scaler) in ready.items():
             batches = [script.get_batch(data, c, c.max_iters + step, i, device)
                        for i in range(c.grad_accum_steps)]
-            clock = time.perf_counter()
+            net.train()
+            begin = time.perf_counter()
             script.train_step(net, batches, c, optimizer, scaler, autocast)  # ends in .item()
-            times.setdefault(case, []).append(time.perf_counter() - clock)
-    print('\nmedian training step, and its ratio to the first case: median (quartiles)')
-    first = np.array(next(iter(times.values())))
-    for case, seconds in times.items():
-        low, ratio, high = np.percentile((seconds / first)[2:], [25, 50, 75])
-        print(f'{case:26}{1000 * np.median(seconds[2:]):9.1f} ms'
-              f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
+            trained = time.perf_counter()
+            net.eval()
+            wait(device)
+            clock = time.perf_counter()
+            with autocast, torch.no_grad():
+                net(*batches[0][:inputs])
+            wait(device)
+            times.setdefault((case, 'training step'), []).append(trained - begin)
+            times.setdefault((case, 'inference'), []).append(time.perf_counter() - clock)
+    for what in 'training step', 'inference':
+        print(f'\n{what}: median, {unit} per second, and time as a ratio '
+              'to the first case: median (quartiles)')
+        first = np.array(times[next(iter(cases)), what])
+        for case, (c, *_) in ready.items():
+            seconds = np.array(times[case, what])
+            low, ratio, high = np.percentile((seconds / first)[2:], [25, 50, 75])
+            median = np.median(seconds[2:])
+            size = c.batch_size * getattr(c, 'block_size', 1)
+            size *= c.grad_accum_steps if what == 'training step' else 1
+            print(f'{case:26}{1000 * median:9.1f} ms{size / median:12,.0f}'
+                  f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
     return times
+
+def wait(device):
+    """For an accelerator's queue."""
+    if device.type != 'cpu':
+        getattr(torch, device.type).synchronize()
 
 # ------------------------------------ the command line ------------------------------------
 def seeds(text):
@@ -410,10 +550,11 @@ def parse(argv):
     p.add_argument('--metric', nargs='+', help='figures to compare, such as val_loss')
     p.add_argument('--against', help='the row that differences are taken from; default: softmax')
     p.add_argument('--workers', type=int, default=1, help='runs at a time, on all GPUs')
-    p.add_argument('--bench', action='store_true', help='time a training step instead')
+    p.add_argument('--bench', action='store_true', help='time a training step and inference')
     p.add_argument('--rounds', type=int, default=20, help='of --bench')
     o, flags = p.parse_known_args(argv)
     o.tune = o.tune.replace('-', '_')
+    flags = ['--threads', '1', *flags]  # of two, the second counts
     o.metric = o.metric or RESULTS[o.script][:1]
     for path in o.from_csv or ():
         if not Path(path).exists():
@@ -421,22 +562,29 @@ def parse(argv):
     return o, flags
 
 def main(argv=None):
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):
+            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     o, flags = parse(argv)
     script, best = load(o.script, o.extra), []
     if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
         fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
              'chosen a setting would favour it')
     if o.from_csv:
-        rows = [row for path in o.from_csv for row in read_rows(path)]
-        if not all(fields(script.Config)[0].name in row for row in rows):
-            fail(f'--from-csv {" ".join(o.from_csv)}: these are not runs of {o.script}.py')
+        rows = [dict(row, folder=Path(path).with_suffix('.logs'))
+                for path in o.from_csv for row in read_rows(path)]
+        own = {'case', 'role', 'seed', fields(script.Config)[0].name}
+        if not rows or not all(own <= row.keys() for row in rows):
+            fail(f'--from-csv {" ".join(o.from_csv)}: not all of its lines are runs of {o.script}.py '
+                 'with fields separated by commas')
+        o.csv = o.csv or Path(o.from_csv[0])
         if o.tune:
             choosing = [row for row in rows if row['role'] == 'choosing'] or rows
             best = choose(script, o.tune, choosing)
             dropped = {row['case'] for row in choosing} - set(best)
             rows = [row for row in rows if row['case'] not in dropped]
         rows = [row for row in rows if row['role'] == 'judging']
-        return tables(script, rows, o) if rows or not best else []
+        return present(script, rows, o) if rows or not best else []
 
     if 'teacher' in script.ACTIONS and not re.search('--init|init=', ' '.join(flags + o.sweep)):
         made = script.main(['teacher', *flags])
@@ -448,7 +596,7 @@ def main(argv=None):
     if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if not o.csv:
-        made_by = script.VERSION[:8] + (f'-{blob(o.extra)[:8]}' if o.extra else '')
+        made_by = version(script)[:8] + (f'-{blob(o.extra)[:8]}' if o.extra else '')
         o.csv = Path(next(iter(cases.values())).out_dir, o.script, f'compare-{made_by}.csv')
     rows = train_all(script, cases, o.seeds, 'choosing' if o.test_seeds else 'judging', o)
     if o.tune:
@@ -457,7 +605,10 @@ def main(argv=None):
         rows = [row for row in rows if row['case'] in best]
     if o.test_seeds:
         rows = train_all(script, cases, o.test_seeds, 'judging', o)
-    return tables(script, rows, o)
+    elif o.tune:
+        print(f'\nnote: the seeds that chose {o.tune} also judge, which favours every case: '
+              'give --test-seeds')
+    return present(script, rows, o)
 
 if __name__ == '__main__':
     try:
@@ -465,3 +616,6 @@ if __name__ == '__main__':
     except KeyboardInterrupt:
         print('\nstopped; run the same command to continue')
         sys.exit(130)
+    except BrokenProcessPool:
+        fail('a worker was killed, perhaps for memory; the same command continues: give it fewer '
+             '--workers')

@@ -44,11 +44,11 @@ class Differential(gpt.CausalSelfAttention):
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
         self.norm = nn.RMSNorm(2 * hs, eps=1e-5)
 
-    def forward(self, x, cache=None):
+    def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
         c = self.config
         dropout = c.dropout if self.training else 0.0
-        q, k, v = self.qkv(x, cache)  # (B, nh, T, hs)
+        q, k, v = self.qkv(x)  # (B, nh, T, hs)
         q1, q2 = q.chunk(2, dim=1)  # (B, nh/2, T, hs)
         k1, k2 = k.chunk(2, dim=1)
         v = torch.cat(v.chunk(2, dim=1), dim=3)  # (B, nh/2, T, 2 hs)
@@ -68,9 +68,9 @@ class Gated(gpt.CausalSelfAttention):
         super().__init__(c, layer)
         self.c_gate = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W_g
 
-    def forward(self, x, cache=None):
+    def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
-        mh, _ = self.heads(x, cache)  # (B, T, nh, hs)
+        mh, _ = self.heads(x)  # (B, T, nh, hs)
         gate = torch.sigmoid(self.c_gate(x))  # (B, T, C)
         return self.c_proj(mh.flatten(2) * gate)
 
