@@ -759,12 +759,12 @@ def save(folder, name, state):
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path):
-    """A checkpoint of any program, as a dict. Nothing in the file is run."""
+def load_checkpoint(path, own=False):
+    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
     try:
         if str(path).endswith('.safetensors'):
             return read_safetensors(Path(path).read_bytes())
-        return dict(torch.load(path, map_location='cpu', weights_only=True))
+        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
     except Exception as error:  # no such file, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
@@ -772,6 +772,9 @@ def load_checkpoint(path):
         if not Path(path).is_file():
             fail(f'{path}: there is no such file')
         fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
+    if own and saved.get('script') != SCRIPT:
+        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
+    return saved
 
 def read_safetensors(raw):
     """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
@@ -879,7 +882,7 @@ def find_run(given, resume):
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
-    saved = load_checkpoint(Path(c.folder, name))
+    saved = load_checkpoint(Path(c.folder, name), own=True)
     data = SimpleNamespace(**saved['data'])
     model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
     try:
@@ -890,7 +893,7 @@ def load_run(c, name='best.pt'):
 
 def resume_run(c, model, optimizer, scaler, data):
     """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
     for name, x in getattr(data, 'facts', {}).items():
         if saved['data'].get(name) != x:
             fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '

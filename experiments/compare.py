@@ -286,14 +286,14 @@ def results(jobs, workers):
 def train_all(script, cases, seeds, role, o):
     """Train each case and seed that o.csv lacks -> the rows of all cases and seeds."""
     versions = {'script': version(script), **({'with': blob(o.extra)} if o.extra else {})}
-    rows = read_rows(o.csv) if o.csv.exists() else []
+    try:
+        rows = read_rows(o.csv) if o.csv.exists() else []
+        write_rows(o.csv, rows)  # what cannot be written is better known before the first run
+    except OSError as error:
+        fail(f'--csv {o.csv}: {error}')
     if any(row.get(key) != versions.get(key) for row in rows for key in ('script', 'with')):
         fail(f'{o.csv} has rows from another version of {script.SCRIPT}.py, or of --with: '
              'name another file with --csv')
-    try:
-        write_rows(o.csv, rows)  # before the first run, rather than after it
-    except OSError as error:
-        fail(f'--csv {o.csv}: {error}')
     wanted = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
     finished = [row for row in rows if row['role'] == role]
     todo, read = [], {}
