@@ -16,6 +16,7 @@ The idea comes from PDMM, an algorithm by which the nodes of a graph solve a pro
 [BF Eq. 1-5]: each node minimises its own cost, and neighbours keep reporting how far their
 solutions disagree. In a transformer the tokens are the nodes, attention gathers what the neighbours
 found, the MLP works token by token, and V - MH is how far a token disagrees with its neighbours.
+(test_pdmm runs it. BF Eq. 5, AX Eq. 4, is printed with i and j swapped in its second sum.)
 
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax

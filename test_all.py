@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests", "scipy", "matplotlib", "nbclient",
+#                 "ipykernel"]
+# ///
 """Every test, on a CPU and, where there is one, on a GPU.
 
     python test_all.py                 # all of them, about a minute
@@ -272,6 +277,28 @@ def test_gpt_identities():
     # Delta is no longer than MH  [BF Eq. 11]
     mh, delta = [gpt_method(name, q, k, v)[0].flatten(2) for name in ('softmax', 'belief')]
     assert (delta.norm(dim=-1) <= mh.norm(dim=-1)).all(), (delta, mh)
+
+def test_pdmm():
+    """The algorithm behind the papers, for f_i(x) = (x - a_i)^2 / 2 and equal x on every edge: nodes
+    of a ring with chords agree on the mean, and a multiplier sums residuals.  [BF Eq. 2-5]"""
+    n, rho, A = 7, 0.6, np.zeros((7, 7))  # A_ij x_i + A_ji x_j = 0
+    for i, j in [(0, 3), (2, 5), *((i, (i + 1) % n) for i in range(n))]:
+        A[i, j], A[j, i] = 1, -1
+    a, x, lam = np.random.default_rng(0).standard_normal(n), [np.zeros(n)], [np.zeros((n, n))]
+    def residual(p, q):  # of edge (i, j), from x_i^p and x_j^q
+        return -A * x[p][:, None] - A.T * x[q]
+    for k in range(200):
+        total = a + (A * lam[k].T).sum(1) - rho * (A * A.T * x[k]).sum(1)
+        x.append(total / (1 + rho * (A != 0).sum(1)))  # Eq. 2
+        lam.append(lam[k].T + rho * residual(k + 1, k))  # Eq. 3: lam[i, j] is lambda_i|j
+    close(x[-1], a.mean(), 1e-6)
+    for k in range(1, 20):  # Eq. 4
+        close(lam[k + 1], lam[k - 1] + rho * (residual(k - 1, k) + residual(k + 1, k)), 1e-6)
+    ms = range(1, 5)  # Eq. 5, whose second sum is printed with i and j swapped
+    total = sum(residual(2 * m - 2, 2 * m - 1) + residual(2 * m, 2 * m - 1) for m in ms)
+    swapped = sum(residual(2 * m - 2, 2 * m - 1) + residual(2 * m - 1, 2 * m) for m in ms)
+    close(lam[8], rho * total, 1e-6)
+    assert np.abs(lam[8] - rho * swapped).max() > 0.01
 
 def test_learned_gamma():
     """There is one for each head, which starts at gamma's default, learns, and does not decay."""
