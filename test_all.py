@@ -137,6 +137,14 @@ def wants(*packages):
     missing = [name for name in packages if not importlib.util.find_spec(name)]
     return unittest.skipIf(missing, f'not installed: {" ".join(missing)}')
 
+def loopback():
+    """A decorator: skip the test where processes of this machine cannot meet."""
+    try:
+        socket.create_server(('127.0.0.1', 0)).close()
+    except OSError:
+        return unittest.skip('this machine has no loopback device')
+    return lambda test: test
+
 @contextlib.contextmanager
 def folder():
     with tempfile.TemporaryDirectory() as path:
@@ -1915,6 +1923,7 @@ def test_prep_text_and_mistakes(tmp_path):
     assert ''.join(pieces) == PROSE and len(pieces) > len(PROSE) / 200
     assert all(re.match(r'\n\S', piece) for piece in pieces[1:])  # there a new token starts
 
+@loopback()
 @patch('prepare_data.PAUSE', 0)
 def test_prep_downloads(tmp_path):
     """They go on where they broke off; a wrong file is thrown away, and the next mirror asked."""
@@ -2506,15 +2515,7 @@ for name, argv in json.loads(sys.argv[1]):
     importlib.import_module(name).main(argv)
 '''
 
-def loopback():
-    """Whether processes of this machine can meet."""
-    try:
-        socket.create_server(('127.0.0.1', 0)).close()
-        return True
-    except OSError:
-        return False
-
-@unittest.skipUnless(loopback(), 'this machine has no loopback device')
+@loopback()
 def test_two_processes(tmp_path):
     """Two processes share 2 or 4 micro-batches and end with the weights of one, also where they
     have resumed."""
