@@ -30,20 +30,20 @@ found, the MLP works token by token, and V - MH is how far a token disagrees wit
     [AX2 Sec. 4]    gamma = 3 elsewhere; [AX1 Sec. 4.2]: 0.5             default_gamma
     [BF Eq. 11]     ||Delta|| <= ||MH|| (compare BF's Fig. 3)            diagnose
 
-AttentionX's first version at gamma computes the same functions as its revision at 1 / gamma, since
-W^o can absorb the factor between them. The two do not train alike: the factor scales the update.
+AttentionX's first version with gamma and its revision with 1 / gamma can represent the same
+functions, as W^o absorbs the factor, but train differently: the factor scales the update.
 
     python attentionx_gpt.py                              # train: two minutes on a CPU, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
-    python attentionx_gpt.py --resume                     # continue the last run
+    python attentionx_gpt.py --resume                     # continue the newest run
     python attentionx_gpt.py sample --prompt "def main("  # let the model continue a text
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
 
 The first command ends at a validation loss of 1.643 nats per token, here a byte, softmax at 1.676,
 and a bigram model at 2.438 (Python 3.11's library, 800 steps, 631,680 parameters, one seed).
-[choice] marks where a paper is silent, [deviation] where we differ on purpose. You can stop reading
-at the banner `runs`: all four scripts share the rest.
+[choice] marks where a paper is silent, [deviation] where we differ on purpose. Below the banner
+`runs` is plumbing, identical in all four scripts.
 """
 import argparse
 import csv
@@ -168,7 +168,7 @@ class Config:
     resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
     # actions
-    folder: str = ''               # sample, --resume: a run's folder, instead
+    folder: str = ''               # sample, --resume: a run's folder; default: found by settings
     prompt: str = '\ndef '         # sample: a text to continue, or FILE:notes.txt
     num_samples: int = 1           # sample
     new_tokens: int = 300          # sample
@@ -197,15 +197,17 @@ PRESETS = {
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
-    # BF trains modded-nanogpt's branch `casted` on 5B tokens of OpenWebText
+    # BF trains modded-nanogpt's branch `casted` on 5B tokens of OpenWebText, as many as
+    # `python prepare_data.py openwebtext --parts 12` makes
     # [choice] `casted` on eight GPUs: 9536 steps of 524,288 tokens, 5B in all
-    # [deviation] unlike those of `casted`, our weights are not rounded to float8
+    # [deviation] unlike in `casted`, weights are not rounded to float8, windows are drawn with
+    # replacement, warmup starts above 0, and eval_rows are those of one of its eight processes
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
                         grad_clip=0.0, eval_interval=128, eval_rows=1280),
 }
-MACHINE = {  # settings that a resumed run may change
+MACHINE = {  # a resumed run may change these settings
     'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
     'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
 CHOICES = {
@@ -718,8 +720,7 @@ def pick_device(c):
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError):
-        fail(f'--device {c.device}: PyTorch finds no such device here; cpu, cuda, cuda:1 and mps '
-             'are names of some')
+        fail(f'--device {c.device}: PyTorch finds none here (names are cpu, cuda, cuda:1, mps)')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -933,7 +934,8 @@ def files_and_next(c, folder, field, values, *more):
     for f in fields(Config):
         value, flag = getattr(c, f.name), f.name.replace('_', '-')
         if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
-            flags.append(f'--{flag}' if value is True else f'--{flag}={value}')
+            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
+                         else f'--{flag}={value}')
     if Path(PROGRAM).name != f'{SCRIPT}.py':
         flags += ['--with', PROGRAM]
     compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
