@@ -579,6 +579,9 @@ def parse(argv):
 
 def main(argv=None):
     """Prepare a dataset -> its meta.json; or check a folder."""
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     args = parse(argv)
     if not args.name:
         print('\n'.join(f'{name:16}{about}' for name, (_, _, about, _) in DATASETS.items()))
