@@ -6,6 +6,7 @@
     rates.png     a small GPT's validation loss by learning rate, for the papers' variants
     variants.png  every variant at its own best rate: its difference from softmax, sorted
     lengths.png   BeliefFormer's Fig. 3: how long MH and Delta are and where they point, by layer
+    scaling.png   time and memory of attention by the number of tokens, from `memory.py lengths`
 
 A variant has the same colour in every picture, and colour-blind readers can tell those of a panel
 apart. Needs `pip install matplotlib scipy`.
@@ -199,11 +200,41 @@ def draw_lengths():
                   loc='outside lower center', ncols=2)
     save(figure, 'lengths')
 
+KINDS = {  # case in runs/lengths.csv: name, colour, marker
+    'eager': ('eager: stores all scores', ORANGE, 's'),
+    'fused': ('the fused kernel', BLACK, 'o'),
+    'masks': ('masks in blocks', INDIGO, '^'),
+}
+
+def draw_scaling():
+    rows = compare.read_rows(HERE / 'runs/lengths.csv')
+    tokens = sorted({row['tokens'] for row in rows})
+    figure = Figure(figsize=(9, 4.6), layout='constrained')
+    axes = figure.subplots(1, 2)
+    for ax, field, label in zip(axes, ('ms', 'mib'), ('milliseconds', 'MiB at the peak')):
+        for case, (_, colour, marker) in KINDS.items():
+            found = [row[field] for row in rows if row['case'] == case]
+            ax.plot(tokens, found, color=colour, marker=marker)
+        starts = [row[field] for row in rows if row['tokens'] == tokens[0]]
+        above = max(starts) * 2.5 * (np.array(tokens) / tokens[0]) ** 2
+        below = min(starts) / 2 * np.array(tokens) / tokens[0]
+        ax.plot(tokens, above, tokens, below, color=GREY, lw=0.8)
+        ax.text(tokens[2], above[2], 'quadratic ', color=GREY, ha='right', va='bottom')
+        ax.text(tokens[2], below[2], ' linear', color=GREY, ha='left', va='top')
+        ax.set(xscale='log', yscale='log', xlabel='tokens', ylabel=label)
+        ax.set_xticks(tokens, [f'{T:g}' for T in tokens])
+        ax.yaxis.set_major_formatter('{x:,g}')
+        ax.minorticks_off()
+    figure.legend(axes[0].lines[:3], [name for name, *_ in KINDS.values()],
+                  loc='outside lower center', ncols=3)
+    save(figure, 'scaling')
+
 def main():
     draw_method()
     draw_rates()
     draw_variants()
     draw_lengths()
+    draw_scaling()
 
 if __name__ == '__main__':
     main()

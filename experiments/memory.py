@@ -1,32 +1,46 @@
-r"""Memory and time of attention: the report's goal for masks, and DETR's layers with a Lasso.
+r"""Memory and time of attention: what masks save, how it scales with length, and DETR's Lasso.
 
     python experiments/memory.py --masks window:64+sinks:4 --n-layer 12 --n-head 12 \
         --n-embd 768 --vocab-size 50257 --block-size 2048  # GPT-2, with random weights
+    python experiments/memory.py lengths  # a layer of GPT-2's size, 256 to 4096 tokens
     python experiments/memory.py lasso
 
-The first compares three kinds of attention in float32: eager, which stores T x T scores, and two
-that do not, PyTorch's fused kernel and masks in blocks. Weights and logits take the same room in
-all three. Its flags are those of mask_distill.py; by default a sequence has 1,024 tokens.
+The first two compare three kinds of attention: eager, which stores T x T scores, and two that do
+not, PyTorch's fused kernel and masks in blocks. The first takes a whole model in float32, whose
+weights and logits need the same room in all three; by default a sequence has 1,024 tokens. The
+second takes attention alone, forward and backward, and writes runs/lengths.csv, which figures.py
+draws as scaling.png; the longest sequence has --block-size tokens. Flags are those of
+mask_distill.py. `lasso` takes a layer of DETR's size. Needs `pip install matplotlib scipy`.
 """
 import math
 import os
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import admm_detr
+import compare
+import figures
 import mask_distill
 
-def milliseconds(f):
-    timer = Timer('f()', globals=dict(f=f), num_threads=torch.get_num_threads())
-    return 1000 * timer.blocked_autorange(min_run_time=1).median
+def milliseconds(functions, rounds, device):
+    """{name: median of some rounds}. The functions take turns, so that noise hits all alike."""
+    times = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, f in functions.items():
+            begin = time.perf_counter()
+            f()
+            if device.type == 'cuda':
+                torch.cuda.synchronize(device)
+            times[name].append(1000 * (time.perf_counter() - begin))
+    return {name: float(np.median(values)) for name, values in times.items()}
 
 def peak(f, device):
     """The most MiB that f() holds at once. CUDA counts them. On a CPU, PyTorch's profiler lists the
@@ -45,23 +59,27 @@ def peak(f, device):
     return max(np.cumsum([size for _, size in sorted(sizes)])) / 2**20
 
 # ------------------------------------ the report's masks ------------------------------------
-def eager(self, q, k, v, maps=None):
-    """Replaces SelfAttention.attend: full attention that stores its scores."""
+KINDS = 'eager', 'fused', 'masks'
+
+def eager(q, k, v, maps=None):
+    """In place of SelfAttention.attend: full attention that stores its scores."""
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, T, T)
     future = torch.ones(S.shape[2:], dtype=torch.bool, device=q.device).triu(1)
     return F.softmax(S.masked_fill(future, -math.inf), -1) @ v
 
-def measure(model, c, device):
-    """Memory and time of one sequence: in one layer's attention alone and, memory only, in the
-    whole model with its weights -> {name: figure}.  [MA Sec. 2.4]"""
-    T, attn = c.block_size, model.h[0].attn
-    weights = sum(p.nbytes for p in model.parameters()) / 2**20
-    idx = torch.arange(T, device=device)[None] % c.vocab_size  # (1, T)
-    shape = 1, c.heads, T, c.n_embd // c.heads
-    q, k, v = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+def turn(attn, kind, c):
+    """Make a SelfAttention of mask_distill.py, which is fused, one of the three kinds."""
+    if kind == 'eager':
+        attn.attend = eager
+    if kind == 'masks':
+        attn.masks, attn.reading = c.masks, c.reading
+        attn.alpha = torch.nn.Parameter(torch.zeros(len(mask_distill.candidates(c.masks))))
+    return attn
 
-    def attention():
-        torch.autograd.grad(attn.attend(q, k, v).sum(), (q, k, v))
+def measure(model, c, device):
+    """A whole model's peaks for one sequence, with its weights -> {name: MiB}.  [MA Sec. 2.4]"""
+    weights = sum(p.nbytes for p in model.parameters()) / 2**20
+    idx = torch.arange(c.block_size, device=device)[None] % c.vocab_size  # (1, T)
 
     def step():
         mask_distill.loss_of(model, (idx, idx), c).backward()
@@ -71,33 +89,62 @@ def measure(model, c, device):
     def infer():
         model(idx, last=True)
 
-    return {'attention, MiB': peak(attention, device),
-            'training step, MiB': peak(step, device) + weights,
-            'inference, MiB': peak(infer, device) + weights,
-            'attention, ms': milliseconds(attention)}
+    return {'training step': peak(step, device) + weights,
+            'inference': peak(infer, device) + weights}
 
 def masks(argv):
-    """Compare the three kinds: print a row for each figure -> {kind: {name: figure}}."""
+    """Compare whole models: print a row for each figure -> {kind: {name: MiB}}."""
     _, c = mask_distill.parse(['--block-size', '1024', *argv])
     c = replace(c, vocab_size=c.vocab_size or 256)
     device, _ = mask_distill.pick_device(c)
-    model = mask_distill.GPT2(c).to(device)
-    with patch.object(mask_distill.SelfAttention, 'attend', eager):
-        found = dict(eager=measure(model, c, device))
-    found['fused'] = measure(model, c, device)
-    for block in model.h:
-        block.attn.masks, block.attn.reading = c.masks, c.reading
-        block.attn.alpha = torch.zeros(len(mask_distill.candidates(c.masks)), device=device)
-    found['masks'] = measure(model, c, device)
-    print(f'{c.block_size:5} tokens{"":8}{"eager":>10}{"fused":>10}{"masks":>10}   '
-          '30 % of the memory saved?')
+    found = {}
+    for kind in KINDS:
+        model = mask_distill.GPT2(c)
+        for block in model.h:
+            turn(block.attn, kind, c)
+        found[kind] = measure(model.to(device), c, device)
+    print(f'{c.block_size} tokens, MiB' + ''.join(f'{kind:>10}' for kind in KINDS)
+          + '   30 % of the memory saved?')
     for name, full in found['eager'].items():
-        line = f'{name:20}' + ''.join(f'{figures[name]:10.1f}' for figures in found.values())
-        if 'MiB' in name:
-            saved = 1 - found['masks'][name] / full
-            line += f'{saved:9.0%} less, ' + ('PASS' if saved >= 0.3 else 'FAIL')
-        print(line)
+        saved = 1 - found['masks'][name] / full
+        print(f'{name:16}' + ''.join(f'{found[kind][name]:10.1f}' for kind in KINDS)
+              + f'{saved:9.0%} less, ' + ('PASS' if saved >= 0.3 else 'FAIL'))
     return found
+
+def both_ways(attn, q, k, v, grad):
+    """Attention alone, forward and backward from the gradient of its output."""
+    inputs = [q, k, v] if attn.alpha is None else [q, k, v, attn.alpha]
+    torch.autograd.grad(attn.attend(q, k, v), inputs, grad)
+
+def lengths(argv):
+    """Compare one layer's attention at five lengths: print a row for each -> rows of the csv."""
+    _, c = mask_distill.parse([
+        '--masks', 'window:64+sinks:4', '--n-head', '12', '--n-embd', '768', '--block-size', '4096',
+        '--dtype', 'float32', '--threads', '1', *argv])
+    device, dtype = mask_distill.pick_device(c)
+    size, csv, rows = c.n_embd // c.heads, figures.HERE / 'runs/lengths.csv', []
+    made = dict(masks=c.masks, heads=c.heads, head_size=size, dtype=dtype, torch=torch.__version__,
+                threads=torch.get_num_threads(), machine=compare.processor(device))
+    layers = {kind: turn(mask_distill.SelfAttention(c), kind, c).to(device) for kind in KINDS}
+    print(', '.join(f'{name} {value}' for name, value in made.items()))
+    print(f'{"":6}{"peak MiB":>27}{"milliseconds":>27}{"tokens per second":>27}')
+    print('tokens' + 3 * ''.join(f'{kind:>9}' for kind in KINDS))
+    for n in (16, 8, 4, 2, 1):
+        T, rounds = c.block_size // n, max(3, 2 * n)
+        qkv = [torch.randn(1, c.heads, T, size, dtype=dtype, device=device, requires_grad=True)
+               for _ in range(3)]
+        grad = torch.randn_like(qkv[0])
+        passes = {kind: partial(both_ways, attn, *qkv, grad) for kind, attn in layers.items()}
+        mib = {kind: peak(f, device) for kind, f in passes.items()}  # this warms up, too
+        ms = milliseconds(passes, rounds, device)
+        print(f'{T:6}' + ''.join(f'{x:9,.1f}' for x in (*mib.values(), *ms.values()))
+              + ''.join(f'{1000 * T / x:9,.0f}' for x in ms.values()), flush=True)
+        rows += [dict(case=kind, tokens=T, mib=mib[kind], ms=ms[kind], rounds=rounds, **made)
+                 for kind in KINDS]
+    compare.write_rows(csv, rows)
+    figures.draw_scaling()
+    print(f'rows are in {csv}, their picture is {figures.HERE}/scaling.png')
+    return rows
 
 # ------------------------------------ DETR's Lasso ------------------------------------
 def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
@@ -121,11 +168,13 @@ def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
             return tensor
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = layer(name)  # kept alive, so that no address is used twice
-        ms = milliseconds(lambda: layer(name).sum().backward())
+        ms = milliseconds({name: lambda: layer(name).sum().backward()}, 5, q.device)[name]
         print(f'{name:14}{ms:8.0f} ms, {sum(kept.values()) / 2**20:6.1f} MiB kept for backward')
 
 if __name__ == '__main__':
     if sys.argv[1:] == ['lasso']:
         lasso()
+    elif sys.argv[1:2] == ['lengths']:
+        lengths(sys.argv[2:])
     else:
         masks(sys.argv[1:])
