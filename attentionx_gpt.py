@@ -89,10 +89,10 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     """
     if zero_diag:
         q, k, v = q[:, :, 1:], k[:, :, :-1], v[:, :, :-1]  # token t + 1 sees 0..t: causal again
-    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    mh = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
     if zero_diag:
-        mh = F.pad(mh, (0, 0, 1, 0))  # the first token's 0
-    return mh.transpose(1, 2)
+        mh = F.pad(mh, (0, 0, 0, 0, 1, 0))  # the first token's 0
+    return mh
 
 def orthogonal(mh, v, dims):
     """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
@@ -593,7 +593,7 @@ def train(c, folder=None, data=None):
     start, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         start, seconds, log, losses = resume_run(c, model, optimizer, scaler, data)
-    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
+    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
           f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
@@ -653,7 +653,7 @@ def report(c, model, log, folder, data):
         text = complete(replace(c, num_samples=1), model)
         print(f'\nAfter {c.prompt!r} the model writes:\n{text}\n')
     except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
-        print(f'note    no sample: {error}')
+        print(f'note    no sample: {str(error)[:100]}')
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss (nats per token)', 'loss'),
         ('validation loss (nats per token)', 'val_loss')])
