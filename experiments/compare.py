@@ -389,20 +389,22 @@ def tabulate(script, rows, metric, against=None):
           'The rest are means.\n'
           f'{"":{width}}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
           + ''.join(f' {name:>9}' for name in others))
-    table = []
+    table, firsts = [], [row[metric] for row in first.values()]
     for case, runs in cases.items():
         values = [row[metric] for row in runs.values()]
         gaps = [row[metric] - first[seed][metric] for seed, row in runs.items() if seed in first]
         half, p = math.nan, math.nan
+        if not paired and runs is not first:
+            gaps = values - np.mean(firsts)
         if len(gaps) > 1 and np.std(gaps) > 1e-9 * abs(np.mean(gaps)):
-            test = (stats.ttest_1samp(gaps, 0) if paired else stats.ttest_ind(
-                values, [row[metric] for row in first.values()], equal_var=False))
+            test = (stats.ttest_1samp(gaps, 0) if paired else
+                    stats.ttest_ind(values, firsts, equal_var=False))
             low, high = test.confidence_interval(1 - 0.05 / tests)
             half, p = (high - low) / 2, test.pvalue
         sizes = [row['parameters'] for row in runs.values() if 'parameters' in row]
         line = dict(case=case, size=sizes[0] / 1e6 if sizes else math.nan, mean=np.mean(values),
                     sd=np.std(values, ddof=1) if len(values) > 1 else math.nan,
-                    diff=np.mean(gaps) if gaps else math.nan, interval=half, p=p)
+                    diff=np.mean(gaps) if len(gaps) else math.nan, interval=half, p=p)
         for name in others:
             line[name] = np.mean([row.get(name, math.nan) for row in runs.values()])
         table.append(line)
@@ -439,9 +441,10 @@ def draw_curves(script, rows, o):
     for case, runs in group_by_case(script, rows, o.against).items():
         files = [Path(row['folder'], row.get('log', '-'), 'log.csv') for row in runs.values()]
         logs = [read_rows(file) for file in files if file.exists()]
-        cases[case] = [log for log in logs if len(log) == len(logs[0])]
-    if not all(cases.values()):
-        return None  # a csv without its logs, or runs that diverged
+        if logs:  # else all diverged, or the csv is here without its logs
+            cases[case] = [log for log in logs if len(log) == len(logs[0])]
+    if not cases:
+        return None
     try:
         from matplotlib.figure import Figure
     except Exception as error:
@@ -456,8 +459,8 @@ def draw_curves(script, rows, o):
             for logs, (label, colour) in zip(cases.values(), looks(cases).values()):
                 lines = [line for line in zip(*logs)  # all seeds' at a step
                          if line[0]['step'] > 0 and all(name in row for row in line)]
-                across = [np.mean([row[x] for row in line]) for line in lines]
-                values = np.array([[row[name] for row in line] for line in lines])
+                across = [np.mean([row[x] for row in line]) for line in lines] or [0]
+                values = np.array([[row[name] for row in line] for line in lines] or [[math.nan]])
                 ax.plot(across, values.mean(1), '.-', color=colour, label=label, zorder=3)
                 ax.fill_between(across, values.min(1), values.max(1), color=colour, alpha=0.15)
             ax.grid(color='#DDDDDD')
