@@ -16,9 +16,9 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
     [BF Eq. 13]     the same in every head, each with its own beta       belief-head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, Attention
+    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    a learned parameter; [choice] it is gamma, per head  attentionx-learned
+    [AX2 Sec. 5]    one learned parameter: [choice] gamma, per head      attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [AX1 Sec. 4.1]  gamma = 1 in a ViT                                   default_gamma
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
@@ -38,21 +38,21 @@ silent, [deviation] where we differ on purpose. You can stop reading at the bann
 scripts share the rest.
 
 The papers' models are vit-small, from vision-transformers-cifar10, and deit-small-local, from
-efficient-vit-training; deit-small is timm's. [deviation] We leave out efficient-vit-training's EMA,
-repeated augmentation, random erasing, RandAugment of photos and unused parameters, and we do train
-its position embeddings, which stay untrained there. Our rate changes each step, theirs each epoch.
+efficient-vit-training; deit-small is timm's. With their weights the logits are theirs to 1e-6.
+[deviation] We leave out efficient-vit-training's EMA, repeated augmentation, random erasing,
+RandAugment of photos and unused parameters.
 """
 import argparse
 import csv
 import functools
-import hashlib
+import inspect
 import io
 import itertools
 import json
 import math
 import os
 import re
-import shutil
+import shlex
 import sys
 import time
 import zlib
@@ -68,8 +68,9 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'belief_vit'
-RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
+TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
+RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
@@ -93,36 +94,38 @@ def orthogonal(mh, v, dims):
     return (x - mh_v / v_v * y).to(mh.dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
+    # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar.
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
-    # [BF Eq. 15]: both, each with its own output matrix
-    'belief-star': lambda mh, v, gamma: (orthogonal(mh, v, (-2, -1)), orthogonal(mh, v, (-1,))),
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # control: is it the scale?
     'value-skip': lambda mh, v, gamma: mh + v,                     # control: is it the added V?
-}
+}  # and belief-star, a class below
 
 def default_gamma(c):
-    """The papers' gamma, unless --gamma is given."""
+    """The papers' gamma, unless --gamma is given. AX2 wants 1 or more, AX1 more than 0, up to 1."""
     if c.gamma is not None:
         return float(c.gamma)
-    if c.attention == 'attentionx-v1' or c.zero_diag:
+    if c.attention == 'attentionx-v1' or c.zero_diag and c.attention != 'softmax-scaled':
         return 1.0  # [AX1 Sec. 4.1] [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
 # ------------------------------------ configuration ------------------------------------
-MODELS = {  # the sizes that Config leaves open
-    'tiny': dict(image_size=32, patch_size=4, embed_dim=64, depth=4, num_heads=4, head_size=16,
-                 mlp_dim=128, dropout=0.0, zero_diag=True),
-    'vit-small': dict(image_size=32, patch_size=4, embed_dim=512, depth=6, num_heads=8,
-                      head_size=64, mlp_dim=512, dropout=0.1, zero_diag=True),
-    'deit-small': dict(image_size=224, patch_size=16, embed_dim=384, depth=12, num_heads=6,
-                       head_size=64, mlp_dim=1536, dropout=0.0, zero_diag=False),
+SHIFTED = dict(image_size=32, patch_size=4, zero_diag=True, shifted=True, local=False,
+               qkv_bias=False, eps=1e-5, start='normal')
+DEIT = dict(image_size=224, patch_size=16, embed_dim=384, depth=12, num_heads=6, head_size=64,
+            mlp_dim=1536, dropout=0.0, zero_diag=False, shifted=False, eps=1e-6)
+MODELS = {  # sizes that Config leaves open, and what else tells the models apart
+    'tiny': dict(SHIFTED, embed_dim=64, depth=4, num_heads=4, head_size=16, mlp_dim=128,
+                 dropout=0.0),
+    'vit-small': dict(SHIFTED, embed_dim=512, depth=6, num_heads=8, head_size=64, mlp_dim=512,
+                      dropout=0.1),
+    'deit-small': dict(DEIT, local=False, qkv_bias=True, start='truncated'),
+    'deit-small-local': dict(DEIT, local=True, qkv_bias=False, start='xavier'),
 }
-MODELS['deit-small-local'] = MODELS['deit-small']  # with LocalViT's feed-forward network
 
 @dataclass
 class Config:
@@ -142,22 +145,20 @@ class Config:
     mlp_dim: int = None            # hidden channels of the feed-forward network
     dropout: float = None
     drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
-    num_classes: int = 0           # from the data
-    classes: list = ()             # their names, from the data
     init: str = ''                 # file with weights to start from: a checkpoint of DeiT, say
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
     flip: bool = True              # mirror half of the images in training
-    randaugment: str = 'none'      # none, paper, or fixed: smaller shifts; not for photos
+    randaugment: str = 'none'      # none, paper, or fixed: smaller shifts; arrays only
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread evenly over the classes
     first_size: int = 0            # side of images at first; they grow to image_size; 0: fixed
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
-    batch_size: int = 64           # images in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches per optimiser step
+    batch_size: int = 64           # images per forward pass
+    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
     optimizer: str = 'adamw'       # adamw, or set-adam as in the papers
     learning_rate: float = 4e-3    # at its peak
     min_lr_ratio: float = 0.0      # final rate / learning_rate; 1 keeps it constant
@@ -167,60 +168,56 @@ class Config:
     eval_interval: int = 100       # steps between evaluations, and between checkpoints
     eval_rows: int = 0             # validation images; 0 for all
     dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
-    # machine: from here on, settings may change when a run is resumed
+    # machine
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
-    threads: int = 1               # CPU threads; 0 for PyTorch's default
+    threads: int = 0               # CPU threads; 0: up to four
     log_interval: int = 50         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; if there is none, start one
+    resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
     # actions
-    folder: str = ''               # predict, --resume: a run's folder; default: the last run's
+    folder: str = ''               # predict, --resume: a run's folder, instead
     images: list = ()              # predict: photos, one or more
 
     def __post_init__(self):
-        for name, size in MODELS.get(self.model, {}).items():
-            if getattr(self, name) is None:
-                setattr(self, name, size)
         if self.attention not in ATTENTION:
             fail(f'--attention {self.attention} is not in ATTENTION: run the file that adds it')
-        gamma = default_gamma(self)
-        if self.attention in ('attentionx', 'attentionx-learned') and not gamma >= 1:
-            fail(f'--gamma {gamma:g}: {self.attention} takes 1 or more')
-        if self.attention == 'attentionx-v1' and not 0 < gamma <= 1:
-            fail(f'--gamma {gamma:g}: attentionx-v1 takes more than 0, up to 1')
-        if self.image_size % self.patch_size or self.first_size % self.patch_size:
-            fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
+        c = self.sized()
+        if c.image_size % c.patch_size or c.first_size % c.patch_size:
+            fail(f'--patch-size {c.patch_size} must divide --image-size and --first-size')
 
-    @property
-    def shifted(self):  # with shifted patches and a learned temperature, arXiv 2112.13492
-        return self.model in ('tiny', 'vit-small')
+    def sized(self):
+        """The same with its model's sizes where they are left open."""
+        model = MODELS[self.model]
+        sizes = {name: model[name] for name, x in vars(self).items() if x is None and name in model}
+        return replace(self, **sizes) if sizes else self
 
     @property
     def variant(self):
-        return f'{self.model}-{self.attention}' + ('-zd' if self.zero_diag else '')
+        return f'{self.model}-{self.attention}' + ('-zd' if self.sized().zero_diag else '')
 
 PRESETS = {
     'tiny': {},
     't4': dict(model='vit-small', data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
-               batch_size=512, learning_rate=5e-4, warmup_iters=200, eval_interval=200, threads=0),
-    # The papers use vision-transformers-cifar10's settings except for SET-Adam and BF's 400 epochs.
-    # [deviation] We validate on a tenth of the training images, not on the test set.
+               batch_size=256, grad_accum_steps=2, learning_rate=5e-4, warmup_iters=200,
+               eval_interval=200),
+    # The papers' settings are vision-transformers-cifar10's, with SET-Adam.
+    # [choice] 400 epochs are BF's: AX1 and AX2 name no number
+    # [deviation] validated on a tenth of the training images, not on the test set
     'cifar-paper': dict(model='vit-small', data='cifar10', randaugment='paper',
-                        optimizer='set-adam', learning_rate=1e-4, max_iters=35157,  # 400 epochs
-                        batch_size=512, warmup_iters=0, grad_clip=0.0, eval_interval=88, threads=0),
+                        optimizer='set-adam', learning_rate=1e-4, max_iters=35157,
+                        batch_size=512, warmup_iters=0, grad_clip=0.0, eval_interval=88),
     # BF takes its model and settings from efficient-vit-training.
+    # [deviation] validated on a hundredth of the training images, not on ImageNet's val
     'imagenet-paper': dict(model='deit-small-local', data='imagenet', batch_size=64,
                            max_iters=5945415,  # 300 epochs
                            learning_rate=1.25e-4, min_lr_ratio=0.08, warmup_iters=0, grad_clip=0.0,
                            drop_path=0.1, mix=True, label_smoothing=0.1, first_size=32,
-                           val_fraction=0.01, eval_interval=10000, threads=0),
+                           val_fraction=0.01, eval_interval=10000),
 }
-# smallest and largest values; where none is given, 0 and no limit
-LOWEST = dict.fromkeys(('image_size', 'patch_size', 'embed_dim', 'depth', 'num_heads',
-                        'head_size', 'mlp_dim', 'batch_size', 'grad_accum_steps',
-                        'eval_interval', 'log_interval'), 1)
-HIGHEST = dict(dropout=1, drop_path=0.99, val_fraction=1, label_smoothing=1, min_lr_ratio=1)
+MACHINE = {  # settings that a resumed run may change
+    'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
+    'images'}
 CHOICES = {
     'attention': ATTENTION, 'model': MODELS, 'randaugment': ('none', 'paper', 'fixed'),
     'optimizer': ('adamw', 'set-adam'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
@@ -255,18 +252,17 @@ class ShiftedPatchEmbed(nn.Module):
         return self.proj(self.norm(x))
 
 class Attention(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c, layer):  # layer, counted from 0, is for subclasses
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
         if c.attention == 'attentionx-learned':
             self.gamma = nn.Parameter(torch.full((c.num_heads, 1), self.gamma))
         width = c.num_heads * c.head_size
-        self.qkv = nn.Linear(c.embed_dim, 3 * width, bias=c.model == 'deit-small')
+        self.qkv = nn.Linear(c.embed_dim, 3 * width, bias=MODELS[c.model]['qkv_bias'])
         self.proj = nn.Linear(width, c.embed_dim)  # W^o
-        if c.attention == 'belief-star':
-            self.proj_s = nn.Linear(width, c.embed_dim, bias=False)  # W^s  [choice] no bias
-        if c.shifted:
+        self.temperature = None
+        if MODELS[c.model]['shifted']:
             self.temperature = nn.Parameter(torch.tensor(math.log(c.head_size ** -0.5)))
         self.drop = nn.Dropout(c.dropout)
 
@@ -274,19 +270,36 @@ class Attention(nn.Module):
         """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs)."""
         c = self.config
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
-        if c.shifted:  # a learned scale, kept as its log, for multi_head's 1 / sqrt(hs)
+        if self.temperature is not None:  # a learned scale, kept as its log, for 1 / sqrt(hs)
             q = q * (self.temperature.exp() * c.head_size ** 0.5)
         mh = multi_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), c.zero_diag)
         return q, k, v, mh
 
+    def update(self, mh, v):
+        """What the layer passes on to W^o, (B, T, nh, hs)."""
+        return ATTENTION[self.config.attention](mh, v, self.gamma)
+
     def forward(self, x):
-        """x (B, T, C) -> (B, T, C)."""
+        """x (B, T, C), the layer's normalised input -> (B, T, C)."""
         _, _, v, mh = self.heads(x)
-        update = ATTENTION[self.config.attention](mh, v, self.gamma)
-        if self.config.attention == 'belief-star':  # [BF Eq. 15]
-            delta, delta_s = update
-            return self.drop(self.proj(delta.flatten(2)) + self.proj_s(delta_s.flatten(2)))
-        return self.drop(self.proj(update.flatten(2)))
+        return self.drop(self.proj(self.update(mh, v).flatten(2)))
+
+class BeliefStar(Attention):
+    """Delta W^o + Delta_s W^s.  [BF Eq. 15]"""
+    def __init__(self, c, layer):
+        super().__init__(c, layer)
+        self.proj_s = nn.Linear(c.num_heads * c.head_size, c.embed_dim, bias=False)
+        # W^s  [choice] no bias
+
+    def update(self, mh, v):
+        return orthogonal(mh, v, (-2, -1))  # Delta
+
+    def forward(self, x):
+        _, _, v, mh = self.heads(x)
+        delta, delta_s = self.update(mh, v), orthogonal(mh, v, (-1,))
+        return self.drop(self.proj(delta.flatten(2)) + self.proj_s(delta_s.flatten(2)))
+
+ATTENTION['belief-star'] = BeliefStar
 
 class Mlp(nn.Module):
     def __init__(self, c):
@@ -300,7 +313,7 @@ class Mlp(nn.Module):
 
 class LocalMlp(nn.Module):
     """LocalViT's, arXiv 2104.05707: a depthwise 3x3 convolution mixes neighbouring patches. The
-    class token skips it."""
+    class token skips it, as in efficient-vit-training: attention alone changes that token."""
     def __init__(self, c):
         super().__init__()
         self.fc1 = nn.Linear(c.embed_dim, c.mlp_dim, bias=False)
@@ -314,14 +327,15 @@ class LocalMlp(nn.Module):
         return F.pad(self.fc2(x), (0, 0, prefix, 0))  # (B, 1 + h w, C)
 
 class Block(nn.Module):
-    def __init__(self, c, drop_path):
+    def __init__(self, c, layer):
         super().__init__()
-        self.drop_path = drop_path
-        eps = 1e-5 if c.shifted else 1e-6
-        self.norm1 = nn.LayerNorm(c.embed_dim, eps)
-        self.attn = Attention(c)
-        self.norm2 = nn.LayerNorm(c.embed_dim, eps)
-        self.mlp = LocalMlp(c) if c.model == 'deit-small-local' else Mlp(c)
+        self.drop_path = c.drop_path * layer / max(1, c.depth - 1)
+        model, variant = MODELS[c.model], ATTENTION[c.attention]
+        attention = variant if isinstance(variant, type) else Attention
+        self.norm1 = nn.LayerNorm(c.embed_dim, model['eps'])
+        self.attn = attention(c, layer)
+        self.norm2 = nn.LayerNorm(c.embed_dim, model['eps'])
+        self.mlp = LocalMlp(c) if model['local'] else Mlp(c)
 
     def stochastic_depth(self, branch):
         """In training, skip the branch for some of the images."""
@@ -336,7 +350,9 @@ class Block(nn.Module):
         return x + self.stochastic_depth(self.mlp(self.norm2(x), grid))
 
 def resize_positions(pos, grid):
-    """Position embeddings (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic."""
+    """Position embeddings (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic.
+    [deviation] Ours are trained: efficient-vit-training resizes by replacing the parameter, of
+    which its optimiser goes on to hold the old one."""
     g = math.isqrt(pos.size(1))  # side of the learned grid, which a few extra tokens do not change
     if grid == (g, g):
         return pos
@@ -347,18 +363,18 @@ def resize_positions(pos, grid):
 
 class ViT(nn.Module):
     """The model that config.model names, with timm's state-dict keys."""
-    def __init__(self, config):
+    def __init__(self, config, num_classes):
         super().__init__()
-        self.config = c = config
-        self.patch_embed = ShiftedPatchEmbed(c) if c.shifted else PatchEmbed(c)
+        self.config = c = config.sized()
+        model = MODELS[c.model]
+        self.patch_embed = ShiftedPatchEmbed(c) if model['shifted'] else PatchEmbed(c)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim))
         tokens = 1 + (c.image_size // c.patch_size) ** 2
         self.pos_embed = nn.Parameter(torch.empty(1, tokens, c.embed_dim))
         self.drop = nn.Dropout(c.dropout)
-        rates = [c.drop_path * i / max(1, c.depth - 1) for i in range(c.depth)]
-        self.blocks = nn.ModuleList(Block(c, rate) for rate in rates)
-        self.norm = nn.LayerNorm(c.embed_dim, 1e-5 if c.shifted else 1e-6)
-        self.head = nn.Linear(c.embed_dim, max(1, c.num_classes))
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.depth))
+        self.norm = nn.LayerNorm(c.embed_dim, model['eps'])
+        self.head = nn.Linear(c.embed_dim, num_classes)
         for name, p in self.named_parameters():
             self.init_parameter(name, p)
 
@@ -366,19 +382,19 @@ class ViT(nn.Module):
     def init_parameter(self, name, p):
         """Initialise p as its model's repository does, from a seed and its name: parameters that
         variants share start equal."""
-        c = self.config
+        c, start = self.config, MODELS[self.config.model]['start']
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         token = '.' not in name  # cls_token, pos_embed, and tokens you may add
         layer = self.get_submodule(name.rpartition('.')[0])
         linear = isinstance(layer, nn.Linear)
         matrix = linear and name.endswith('weight')
-        if c.shifted and token:
+        if start == 'normal' and token:
             p.normal_(generator=generator)
-        elif c.model == 'deit-small' and (token or matrix):
+        elif start == 'truncated' and (token or matrix):
             nn.init.trunc_normal_(p, std=0.02, generator=generator)
-        elif c.model == 'deit-small' and linear:  # a bias
+        elif start == 'truncated' and linear:  # a bias
             p.zero_()
-        elif c.model == 'deit-small-local' and (token or matrix):
+        elif start == 'xavier' and (token or matrix):
             for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v one by one
                 nn.init.xavier_normal_(part, generator=generator)
         elif linear or isinstance(layer, nn.Conv2d):  # PyTorch's own: 1 / sqrt(inputs of a unit)
@@ -410,7 +426,8 @@ class SETAdam(torch.optim.Optimizer):
         c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one dominates
         w = sqrt(c v / (1 - beta2^t) + eps)     below Adam's root, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
-    A tensor is a PyTorch parameter: separate ones for q, k and v would train differently.
+    A tensor is a PyTorch parameter: separate ones for q, k and v would train differently. Compare
+    with AdamW at several rates, since these steps are longer.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -429,7 +446,8 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                # [choice] v in units of its largest entry: c is the same, and v^2 stays in range
+                # [deviation] v in units of its largest entry: c is the same, but v^2 stays in range
+                # and a tensor without gradients does not divide 0 by 0
                 unit = v / v.max().clamp_min(1e-37)
                 c = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(1.0))
                 w = (c * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
@@ -504,42 +522,49 @@ def pillow():
         raise ImportError('photos and --randaugment need `pip install pillow`')
 
 def list_photos(root):
-    """Photos in root/CLASS/* -> paths (N,), names of their classes (N,)."""
+    """Photos in root/CLASS/* -> paths (N,), names of their classes (N,). Links are followed."""
     endings = pillow().Image.registered_extensions()
     paths, names, left_out = [], [], 0
-    for path in sorted(root.glob('*/**/*')):
+    for path in sorted(Path(at, name) for at, _, files in os.walk(root, followlinks=True)
+                       if Path(at) != root for name in files):
         parts = path.relative_to(root).parts  # CLASS, perhaps further folders, file
         hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
         if path.suffix.lower() in endings and not hidden:
             paths.append(str(path))
             names.append(parts[0])
-        elif path.is_file():
+        else:
             left_out += 1
     if left_out:
         print(f'note    {root}: left out {left_out} files that are hidden or not photos')
     return np.array(paths), np.array(names)
 
+HELD_OUT = 'val', 'valid', 'validation', 'test'  # names of a folder with photos to test
+
 def load_folder(folder):
     """A folder of arrays or photos -> train, test or None, names of classes. Arrays are train.npz
     and, if they exist, test.npz and meta.json; photos are CLASS/*, or train/CLASS/* and, to test,
-    val/CLASS/* or test/CLASS/*."""
+    val/CLASS/* or another of HELD_OUT."""
     test = None
     if (folder / 'train.npz').exists():
-        train = load_arrays(folder / 'train.npz')
+        train, meta = load_arrays(folder / 'train.npz'), folder / 'meta.json'
         if (folder / 'test.npz').exists():
             test = load_arrays(folder / 'test.npz')
         classes = [str(i) for i in range(train[1].max() + 1)]
-        if (folder / 'meta.json').exists():
-            classes = json.loads((folder / 'meta.json').read_text('utf-8'))['classes']
+        if meta.exists():
+            try:
+                classes = list(json.loads(meta.read_text('utf-8-sig'))['classes'])
+            except (ValueError, KeyError, TypeError):
+                fail(f'{meta} must be a JSON object with "classes", a list of names')
         return train, test, classes
-    root = folder / 'train' if (folder / 'train').is_dir() else folder
+    folders = {path.name.lower(): path for path in folder.iterdir() if path.is_dir()}
+    root = folders.get('train', folder)
     paths, names = list_photos(root)
     classes, labels = np.unique(names, return_inverse=True)
     # folders that are splits, but by other names than ours, are no classes
-    if len(classes) < 2 or {'val', 'valid', 'validation', 'test'} & {x.lower() for x in classes}:
+    if len(classes) < 2 or {'training', *HELD_OUT} & {x.lower() for x in classes}:
         fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
-    held_out = folder / 'val' if (folder / 'val').is_dir() else folder / 'test'
-    if root != folder and held_out.is_dir():
+    held_out = next((folders[name] for name in HELD_OUT if name in folders), None)
+    if root != folder and held_out:
         test_paths, test_names = list_photos(held_out)
         unknown = sorted(set(test_names) - set(classes))
         if unknown or not len(test_names):
@@ -549,9 +574,18 @@ def load_folder(folder):
         print(f'note    the test set is {held_out}')
     return (paths, labels), test, classes.tolist()
 
+def checksum(images, labels):
+    """A number that changes with the labels, the names of photos, or a hundred arrays' values."""
+    if images.ndim == 1:
+        content = '\n'.join(map(os.path.basename, images)).encode(errors='replace')
+    else:
+        content = images[::len(images) // 100 + 1].tobytes()
+    return zlib.crc32(labels.tobytes(), zlib.crc32(content))
+
 def load_data(c):
-    """c.data -> train, val and test, each a pair of images and labels (N,) int64, and the names of
-    classes. Images are bytes (N, 3, H, W) or paths of photos (N,)."""
+    """c.data -> train, val and test, each a pair of images and labels (N,) int64, the names of
+    classes, and facts, by which a run knows its data again. Images are bytes (N, 3, H, W) or paths
+    of photos (N,)."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
@@ -575,8 +609,10 @@ def load_data(c):
     missing = [classes[i] for i in np.setdiff1d(range(len(classes)), labels)]
     if missing:
         print(f'note    {len(missing)} of {len(classes)} classes have no images: {missing[0]} ...')
+    facts = dict(classes=classes, train=len(rest), test=len(test[1]),
+                 checksum=checksum(images, labels))
     return SimpleNamespace(train=(images[rest], labels[rest]), val=(images[val], labels[val]),
-                           test=test, classes=classes, about=c.data)
+                           test=test, classes=classes, facts=facts, about=c.data)
 
 # ------------------------------------ images ------------------------------------
 THREADS = ThreadPoolExecutor()  # to decode photos
@@ -587,31 +623,37 @@ COLOURS = {  # mean and standard deviation of red, green and blue, as in the rep
     'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
 }
 
-def read_photo(path, size, draws=None):
-    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, given draws
-    (random numbers, see DRAWS), a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3."""
+def read_photo(path, size, rng=None):
+    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, given a random
+    generator, a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3."""
     PIL = pillow()
     try:
         with PIL.Image.open(str(path)) as file:
             image = PIL.ImageOps.exif_transpose(file)
-            if image.mode == 'F':
-                raise ValueError('its pixels are floats of unknown range')
-            if image.mode.startswith('I'):  # 16-bit greys, which convert would cut off at 255
-                image = PIL.Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+            if image.mode[0] in 'IF':  # greys of more than 8 bits, which convert would cut off
+                image = PIL.Image.fromarray(eight_bits(np.asarray(image)))
             image = image.convert('RGB')
     except Exception as error:  # Pillow raises half a dozen kinds
         raise OSError(f'cannot read {path} as a photo: {error}')
     width, height = image.size
-    if draws is None:
+    if rng is None:
         w = h = min(width, height) * (0.875 if size > 64 else 1.0)  # 224 of 256
         left, top = (width - w) / 2, (height - h) / 2
     else:
-        area = width * height * (0.08 + 0.92 * draws[0])
-        aspect = (4 / 3) ** (2 * draws[1] - 1)
+        area = width * height * (0.08 + 0.92 * rng.random())
+        aspect = (4 / 3) ** (2 * rng.random() - 1)
         w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
-        left, top = draws[2] * (width - w), draws[3] * (height - h)
+        left, top = rng.random() * (width - w), rng.random() * (height - h)
     image = image.resize((size, size), PIL.Image.BICUBIC, (left, top, left + w, top + h))
     return np.asarray(image).transpose(2, 0, 1)
+
+def eight_bits(greys):
+    """Greys (H, W) from 0 to 1, or of 8, 12, 16 or 32 bits if one is lighter -> uint8."""
+    low, high = greys.min(), greys.max()
+    levels = [n for n in (1, 2 ** 8, 2 ** 12, 2 ** 16, 2 ** 32) if high <= n]
+    if not levels or not low >= 0:
+        raise ValueError(f'its greys run from {low} to {high}')
+    return (greys * (256.0 / levels[0])).clip(0, 255).astype(np.uint8)
 
 def normalise(images, size, c, device='cpu'):
     """Bytes (B, 3, H, W), or paths (B,) of photos to crop at their centre -> (B, 3, size, size)
@@ -627,15 +669,17 @@ def normalise(images, size, c, device='cpu'):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
-def randaugment(image, draws, policy):
-    """One of 16 operations on a Pillow image, at strength 14/30, chosen by four random numbers."""
+def randaugment(image, rng, policy):
+    """One of 16 operations on a Pillow image, at strength 14/30. By policy `paper`, as in
+    vision-transformers-cifar10, two of them shift by 47 pixels, which turns 23.4 % of 32-pixel
+    images black; by `fixed` they shift in proportion to the image."""
     PIL = pillow()
     ops, enhance = PIL.ImageOps, PIL.ImageEnhance
-    which, sign, at_y, at_x = draws
+    which, sign, at_y, at_x = rng.random(4)
     width, height = image.size
     strength = 14 / 30
     signed = strength if sign < 0.5 else -strength
-    far_x = far_y = 100 * signed  # pixels, meant for 224-pixel images: 32-pixel ones turn black
+    far_x = far_y = 100 * signed  # pixels, meant for images of 224
     if policy == 'fixed':
         far_x, far_y = 0.45 * width * signed, 0.45 * height * signed  # timm's
 
@@ -668,31 +712,29 @@ def randaugment(image, draws, policy):
     ]
     return operations[int(which * len(operations))]()
 
-DRAWS = 11  # random numbers for an image: crop y, x; flip; twice operation, sign, y, x
-            # for a photo: area, aspect, left and top of the crop; flip
-
-def augment(x, draws, c, size=None):
+def augment(x, rng, c, size=None):
     """The path of a photo -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
     operations, 4 black pixels on each side and a random crop. Half of both kinds are mirrored."""
     if isinstance(x, str):
-        x = read_photo(x, size, draws)
-        mirror = draws[4] < 0.5
+        x = read_photo(x, size, rng)
+        mirror = rng.random() < 0.5
     else:
+        top, left = (9 * rng.random(2)).astype(int)
+        mirror = rng.random() < 0.5
         if c.randaugment != 'none':
             image = pillow().Image.fromarray(x.transpose(1, 2, 0))
-            for four in draws[3:].reshape(2, 4):
-                image = randaugment(image, four, c.randaugment)
+            for _ in range(2):
+                image = randaugment(image, rng, c.randaugment)
             x = np.asarray(image).transpose(2, 0, 1)
         _, H, W = x.shape
-        top, left = (9 * draws[:2]).astype(int)
         padded = np.pad(x, ((0, 0), (4, 4), (4, 4)))
         x = padded[:, top:top + H, left:left + W]
-        mirror = draws[2] < 0.5
     return x[..., ::-1] if mirror and c.flip else x
 
 def mix(images, rng):
     """Mix images (B, 3, H, W) with the same batch reversed, by mixup or cutmix (equally likely) ->
-    images, and the share that each keeps of itself."""
+    images, and the share that each keeps of itself. A micro-batch is mixed by itself, as DeiT does
+    on each GPU: two of 32 images have other partners, and two shares, than one of 64."""
     other = images.flip(0)
     if rng.random() < 0.5:
         share = rng.beta(0.8, 0.8)
@@ -708,13 +750,8 @@ def mix(images, rng):
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
-    """A model on the CPU. data completes c, and is None if c comes from a saved model."""
-    if data:
-        c = replace(c, classes=data.classes, num_classes=len(data.classes))
-    model = ViT(c)
-    if c.init and data and not c.resume:
-        load_weights(model, c.init)
-    return model
+    """A model on the CPU for the classes of data, which may be what a saved run knows of it."""
+    return ViT(c, len(data.classes))
 
 def load_weights(model, path):
     """Start from a checkpoint of this script, timm or DeiT. Their keys match ours. Positions are
@@ -751,24 +788,29 @@ def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of micro-batch number `micro`: images (B, 3, size, size), labels (B,),
-    and the share that each image keeps of itself. They depend only on seed and step."""
+    """A micro-batch of a step, the same for every variant and in a resumed run: images
+    (B, 3, size, size), labels (B,), and the share that each image keeps of itself."""
+    c = c.sized()
     images, labels = data.train
     n, per_step = len(labels), c.batch_size * c.grad_accum_steps
     begin = step * per_step  # in an endless sequence of shuffled epochs
-    rows = range(micro * c.batch_size + RANK, (micro + 1) * c.batch_size, WORLD)  # of this step
+    rows = range(micro * c.batch_size, (micro + 1) * c.batch_size)  # of this step
     places = [begin + row for row in rows]
     index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
-    draws = stream('chance', c.seed, step).random((per_step, DRAWS))[rows]
     growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
     size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
+
+    def example(i, row):
+        rng = stream('chance', c.seed, step)
+        rng.bit_generator.advance(11 * row)  # augment draws at most 11 numbers
+        return augment(images[i], rng, c, size)
+
     apply = THREADS.map if images.ndim == 1 else map  # only decoding photos gains from threads
-    batch = apply(lambda x, row: augment(x, row, c, size), images[index], draws)
-    x = normalise(np.stack(list(batch)), size, c, device)
+    x = normalise(np.stack(list(apply(example, index, rows))), size, c, device)
     y = torch.from_numpy(labels[index]).to(device)
     share = 1.0
-    if c.mix:  # pairs the images of one process, so the number of processes matters
-        x, share = mix(x, stream('mix', c.seed, step, micro, RANK))
+    if c.mix:
+        x, share = mix(x, stream('mix', c.seed, step, micro))
     return x, y, share
 
 def loss_of(model, batch, c):
@@ -785,7 +827,7 @@ def loss_and_accuracy(model, images, labels, c, device):
     """Loss in nats per image, and the share of images that the model gets right."""
     loss, correct = 0.0, 0
     for i in range(0, len(labels), c.batch_size):
-        x = normalise(images[i:i + c.batch_size], c.image_size, c, device)
+        x = normalise(images[i:i + c.batch_size], model.config.image_size, c, device)
         y = torch.from_numpy(labels[i:i + c.batch_size]).to(device)
         logits = model(x).float()  # (B, K)
         loss += F.cross_entropy(logits, y, reduction='sum').item()
@@ -794,9 +836,9 @@ def loss_and_accuracy(model, images, labels, c, device):
 
 @torch.no_grad()
 def diagnose(model, images):
-    """Images (B, 3, H, W) -> two lists about the class token, with an item for each layer: figures
-    of its attention, means over the images; and maps (B, h, w) of its softmax weights on the
-    patches, means over the heads, the largest scaled to 1.
+    """Images (B, 3, H, W) -> for each layer, about the class token: figures of its attention, means
+    over the images, and a map (B, h, w) of where it looks: softmax weights on the patches, means
+    over the heads, the largest scaled to 1.
 
     mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
     update_out are these norms after W^o (BF claims the inequality there, too, but it can fail);
@@ -806,10 +848,10 @@ def diagnose(model, images):
     x, grid = model.embed(images)  # (B, T, C)
     for block in model.blocks:
         attn = block.attn
+        if type(attn).forward is not Attention.forward and type(attn).update is Attention.update:
+            return [], []  # a subclass that does not say what it passes on
         q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
-        update = ATTENTION[c.attention](mh, v, attn.gamma)
-        if c.attention == 'belief-star':
-            update, _ = update  # Delta, without Delta_s
+        update = attn.update(mh, v)
         token = x[:, 0]  # (B, C)
         mh, v, update = [t[:, 0].flatten(1).to(x) for t in (mh, v, update)]  # (B, nh hs), x's dtype
         mh_out, update_out = [(t @ attn.proj.weight.T).to(x) for t in (mh, update)]
@@ -835,13 +877,14 @@ def evaluate(model, data, c, device):
     n = c.eval_rows or len(labels)
     loss, accuracy = loss_and_accuracy(model, images[:n], labels[:n], c, device)
     figures = dict(val_loss=loss, val_acc=accuracy)
-    layers, _ = diagnose(model, normalise(images[:64], c.image_size, c, device))
+    layers, _ = diagnose(model, normalise(images[:64], model.config.image_size, c, device))
     for i, layer in enumerate(layers):
         figures.update({f'{i}.{name}': x for name, x in layer.items()})
     return figures
 
 def learning_rate(step, c):
-    """The learning rate of a step, counted from 0."""
+    """The learning rate of a step, counted from 0. [deviation] The papers' repositories change it
+    once an epoch."""
     if step < c.warmup_iters:
         return c.learning_rate * ((step + 1) / (c.warmup_iters + 1))
     done = 1 - (c.max_iters - step) / (c.max_iters - c.warmup_iters)
@@ -849,22 +892,24 @@ def learning_rate(step, c):
     return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping."""
+    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
+    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
         with autocast:
-            loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
+            loss = loss_of(net, batch, c) / c.grad_accum_steps
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sum over the processes
+    if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
+    skipped = not norm.isfinite() and scaler.get_scale() > 1
+    scaler.step(optimizer)
     scaler.update()
-    return total.item(), norm.item()
+    return total.item(), 0.0 if skipped else norm.item()
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
@@ -873,41 +918,44 @@ def train(c, folder=None, data=None):
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
     model = make_model(c, data).to(device)
+    if c.init and not c.resume:
+        load_weights(model, c.init)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
     net = torch.compile(model) if c.compile else model
     start, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
-        model.load_state_dict(saved['model'])
-        # only its moments: weight decay and the like are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
-        if saved['scaler']:  # it was trained in float16
-            scaler.load_state_dict(saved['scaler'])
-        start, seconds, log, losses = saved['progress']
+        start, seconds, log, losses = resume_run(c, model, optimizer, scaler, data)
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train[1]):,} images of '
           f'{len(data.classes)} classes, {len(data.val[1]):,} for validation, '
           f'{len(data.test[1]):,} for testing\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
+    batches = prefetch(lambda step: [get_batch(data, c, step, micro, device)
+                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
+                       range(start, c.max_iters))
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
-                         scaler=scaler.state_dict(), config=asdict(model.config),
-                         progress=(step, seconds, log, losses))
-            save(folder, 'ckpt.pt', state)
+            weights = dict(model=model.state_dict(), config=asdict(model.config),
+                           data=getattr(data, 'facts', dict(classes=data.classes)))
+            save(folder, 'ckpt.pt', dict(
+                weights, optimizer=optimizer.state_dict()['state'], scaler=scaler.state_dict(),
+                progress=(step, seconds, log, losses)))
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
+            if math.isnan(row['val_loss']):
+                raise FloatingPointError(f'validation loss nan at step {step}: try a lower '
+                                         '--learning-rate, or check any formula you edited')
             if step == c.max_iters:  # the test set is used only at the end
                 row['test_acc'] = loss_and_accuracy(model, *data.test, c, device)[1]
             log, losses = [*log, row], []
             if row['val_acc'] >= max(past['val_acc'] for past in log):
-                save(folder, 'best.pt', state)
+                save(folder, 'best.pt', weights)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
@@ -918,11 +966,8 @@ def train(c, folder=None, data=None):
         torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c)
-        batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
-        loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16, a step that overflows is skipped and halves the scale, down to 1
-        overflow = not math.isfinite(norm) and scaler.get_scale() > 1
-        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        loss, norm = train_step(net.train(), next(batches), c, optimizer, scaler, autocast)
+        if not math.isfinite(loss + norm):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
@@ -937,29 +982,31 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, predict ------------------------------------
 def report(c, model, log, folder, data):
-    """Draw the run and its layers -> text: the result, beside that of a linear model."""
+    """Print the result, beside a linear model's and the commonest class's, and draw the run, its
+    layers, and where their class tokens look."""
+    best_model, _ = load_run(replace(c, folder=str(folder)))
+    device, labels = model.head.weight.device, data.test[1]
+    _, best = loss_and_accuracy(best_model, *data.test, c, device)
+    commonest = np.mean(labels == np.bincount(data.train[1]).argmax())
+    print(f'\nresult  test accuracy {100 * log[-1]["test_acc"]:.1f} % on {len(labels):,} test '
+          f'images, with the best weights {100 * best:.1f} %;\n        a linear model on the same '
+          f'pixels gets {100 * linear_accuracy(data, c):.1f} %, and always guessing the commonest '
+          f'class {100 * commonest:.1f} %')
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss (nats per image)', 'loss'),
         ('validation accuracy (0 to 1)', 'val_acc')])
-    draw_layers(folder / 'layers.png', log, c.depth)
-    if (folder / 'curves.png').exists():  # matplotlib is installed
-        draw_attention(folder / 'attention.png', model, data.val[0][:8], c)
-    _, best_model = load_run(replace(c, folder=str(folder)))
-    _, best = loss_and_accuracy(best_model, *data.test, c, pick_device(c)[0])
+    draw_layers(folder / 'layers.png', log, model.config.depth)
+    x = normalise(data.val[0][:8], model.config.image_size, c, device)
+    draw_attention(folder / 'attention.png', x, diagnose(model, x)[1])
     other = 'softmax' if c.attention != 'softmax' else 'belief'
-    linear, chance = linear_accuracy(data, c), 1 / len(data.classes)
-    return (f'result  test accuracy {100 * log[-1]["test_acc"]:.1f} %, with the best weights '
-            f'{100 * best:.1f} %;\n        a linear model on the same pixels gets '
-            f'{100 * linear:.1f} %, chance {100 * chance:.1f} %\n'
-            f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-            f'next    compare with --attention {other}, or: '
-            f'python {PROGRAM} predict --folder {folder} --images PHOTO')
+    files_and_next(c, folder, 'attention', [other, c.attention], 'predict --images PHOTO')
 
 def linear_accuracy(data, c):
-    """Test accuracy of ridge regression on the pixels of up to 10,000 images."""
+    """Test accuracy of ridge regression on the pixels of up to 10,000 images, evenly spread."""
     def pixels_and_labels(images, labels):
-        x = normalise(images[:10000], 32, c).flatten(1)
-        return F.pad(x, (0, 1), value=1.0), torch.from_numpy(labels[:10000])  # a 1 for the bias
+        rows = np.unique(np.linspace(0, len(labels) - 1, 10000).astype(np.int64))
+        x = normalise(images[rows], 32, c).flatten(1)
+        return F.pad(x, (0, 1), value=1.0), torch.from_numpy(labels[rows])  # a 1 for the bias
     x, y = pixels_and_labels(*data.train)  # (N, 3 32^2 + 1), (N,)
     test_x, test_y = pixels_and_labels(*data.test)
     ridge = x.T @ x + len(x) * torch.eye(x.size(1))
@@ -968,6 +1015,8 @@ def linear_accuracy(data, c):
 
 def draw_layers(path, log, depth):
     """What diagnose finds, layer by layer over the steps, as in BF's Fig. 3."""
+    if '0.mh' not in log[-1]:
+        return  # diagnose skips subclasses
     layers = {}
     for i in range(depth):
         rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
@@ -978,42 +1027,41 @@ def draw_layers(path, log, depth):
         ('their cosine with the input X', 'cos_mh', 'cos_update'),
         ('alpha = <MH,V> / <V,V>', 'alpha')])
 
-def draw_attention(path, model, images, c):
-    """A row of images, and a row for each layer, brightest where its class token looks."""
-    from matplotlib.figure import Figure
-    x = normalise(images, c.image_size, c, model.head.weight.device)
+def draw_attention(path, x, maps):
+    """Draw images x (B, 3, H, W) and below, for each layer, brightest where its class token looks:
+    maps (B, h, w)."""
     colours = (x - x.min()) / (x.max() - x.min())  # from 0 to 1
     rows = [colours]
-    for light in diagnose(model, x)[1]:
+    for light in maps:
         light = F.interpolate(light[:, None], x.shape[2:])  # (B, 1, H, W)
         rows.append((0.2 + 0.8 * light) * colours)
     sheet = torch.stack(rows).permute(0, 3, 1, 4, 2)  # (rows, H, B, W, 3)
-    picture = Figure(figsize=(1.5 * len(x), 1.5 * len(rows)), layout='tight')
-    axis = picture.subplots()
-    axis.imshow(sheet.flatten(2, 3).flatten(0, 1).cpu())  # (rows H, B W, 3)
-    axis.set(title='brightest where the class token attends most', xticks=[],
-             yticks=[(i + 0.5) * x.size(2) for i in range(len(rows))],
-             yticklabels=['image', *(f'layer {i}' for i in range(c.depth))])
-    picture.savefig(path)
+
+    def paint(figure):
+        axis = figure.subplots()
+        axis.imshow(sheet.flatten(2, 3).flatten(0, 1).cpu())  # (rows H, B W, 3)
+        axis.set(title='brightest where the class token attends most', xticks=[],
+                 yticks=[(i + 0.5) * x.size(2) for i in range(len(rows))],
+                 yticklabels=['image', *(f'layer {i}' for i in range(len(maps)))])
+    picture(path, paint, figsize=(1.5 * len(x), 1.5 * len(rows)))
 
 @torch.no_grad()
 def predict(c):
     """The five likeliest classes of each of --images, for the model of --folder or the last run."""
     if not c.images:
         fail('predict needs --images PHOTO')
-    saved, model = load_run(c)
-    images = normalise(np.array(c.images), saved.image_size, saved, model.head.weight.device)
+    model, data = load_run(c)
+    device = model.head.weight.device
+    images = normalise(np.array(c.images), model.config.image_size, c, device)
     answers = []
     for path, p in zip(c.images, model(images).softmax(-1)):
-        best = [(saved.classes[i], p[i].item()) for i in p.argsort(descending=True)[:5]]
+        best = [(data.classes[i], p[i].item()) for i in p.argsort(descending=True)[:5]]
         print(f'{path}: ' + ', '.join(f'{name} {100 * share:.1f} %' for name, share in best))
         answers.append(best)
     return answers
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
@@ -1022,23 +1070,33 @@ def pick_device(c):
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     if name == 'cuda':
-        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-    if name.startswith('cuda'):
-        if not torch.cuda.is_available():
-            fail(f'--device {c.device}: PyTorch finds no CUDA device here')
-        torch.cuda.set_device(name)
+        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):
+        fail(f'--device {c.device}: PyTorch finds no such device here; cpu, cuda, cuda:1 and mps '
+             'are names of some')
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    if c.dtype != 'auto':
-        dtype = c.dtype
-    if c.threads:
-        torch.set_num_threads(c.threads)
-    return torch.device(name), getattr(torch, dtype)
+    torch.set_num_threads(c.threads or min(4, os.cpu_count()))
+    return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
     """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
-    return autocast, scaler
+    return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+def prefetch(make, steps):
+    """Yield make(step) for each step. A thread makes the next while the caller works."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = None
+        for step in steps:
+            ready, coming = coming, thread.submit(make, step)
+            if ready:
+                yield ready.result()
+        if coming:
+            yield coming.result()
 
 def count(model):
     """Number of trainable parameters."""
@@ -1053,32 +1111,43 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
+        torch.save(dict(state, script=SCRIPT), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, foreign=False):
-    """A checkpoint of this script or, if foreign, of any program. Nothing in the file is run."""
+def load_checkpoint(path):
+    """A checkpoint of any program, as a dict. Nothing in the file is run."""
     try:
         if str(path).endswith('.safetensors'):
-            from safetensors.torch import load_file
-            return load_file(path)
-        saved = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # no such file, no safetensors, or any of PyTorch's half a dozen
+            return read_safetensors(Path(path).read_bytes())
+        return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # no such file, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        fail(f'{path} cannot be read: {" ".join(str(error).split())[:150]}')
-    if not foreign and saved.get('script') != SCRIPT:
-        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
-    return saved
+        if not Path(path).is_file():
+            fail(f'{path}: there is no such file')
+        fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
+
+def read_safetensors(raw):
+    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
+    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
+    start = 8 + int.from_bytes(raw[:8], 'little')
+    tensors = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        if name != '__metadata__':
+            first, last = entry['data_offsets']
+            data = bytearray(raw[start + first:start + last])
+            tensors[name] = torch.frombuffer(data, dtype=kinds[entry['dtype']]).view(entry['shape'])
+    return tensors
 
 def read_weights(path, **settings):
     """{name: tensor} from a checkpoint, ours or another program's, without the prefixes that
-    wrappers add. `settings`, such as n_head=4, do not show in shapes: the file must agree."""
-    saved = load_checkpoint(path, foreign=True)
-    theirs = saved.get('config', saved.get('model_args', {}))  # ours, nanoGPT's
+    wrappers add. Shapes do not show the number of heads: pass n_head=... to check it."""
+    saved = load_checkpoint(path)
+    theirs = saved.get('model_args') or saved.get('config') or {}  # nanoGPT's, ours
     for name, value in settings.items():
         if theirs.get(name, value) != value:
             fail(f'{path} has {name} {theirs[name]}, not {value}: '
@@ -1092,92 +1161,148 @@ def read_weights(path, **settings):
 def write_log(folder, log):
     """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
-        with open(Path(folder, 'log.csv'), 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
-            writer.writeheader()
-            writer.writerows(log)
+        try:
+            with open(Path(folder, 'log.csv'), 'w', newline='') as file:
+                writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+                writer.writeheader()
+                writer.writerows(log)
+        except PermissionError as error:  # Excel has it open, say
+            print(f'note    {error}: its rows follow with the next evaluation')
+
+def picture(path, paint, **size):
+    """Save what paint(figure) draws. Without matplotlib, or if it fails, print a note."""
+    try:
+        from matplotlib.figure import Figure
+        figure = Figure(layout='tight', **size)
+        paint(figure)
+        figure.savefig(path)
+    except Exception as error:  # a font, or matplotlib's own imports
+        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
     or (title, figure, second figure, which is dashed)."""
-    try:
+    def paint(figure):
         from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
-    colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
-    picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
-    for i, (title, *names) in enumerate(panels, 1):
-        axis = picture.add_subplot(1, len(panels), i, xlabel='step', title=title)
-        for (label, log), colour in zip(logs.items(), colours):
-            for name, line in zip(names, ('.-', '.--')):
-                rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
-                axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
-                          color=colour, label=label)
-                label = None  # once in the legend
-        axis.grid(alpha=0.3)
-    axis.legend()
-    picture.savefig(path)
+        colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
+        for i, (title, *names) in enumerate(panels, 1):
+            axis = figure.add_subplot(1, len(panels), i, xlabel='step', title=title)
+            for (label, log), colour in zip(logs.items(), colours):
+                for name, line in zip(names, ('.-', '.--')):
+                    rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
+                    axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
+                              color=colour, label=label)
+                    label = None  # once in the legend
+            axis.grid(alpha=0.3)
+        axis.legend()
+    picture(path, paint, figsize=(5 * len(panels), 4))
 
 def new_folder(c, where=SCRIPT):
     """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
+    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
     for n in itertools.count(1):
         folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             pass
 
-def last_folder(folder, out_dir):
-    """--folder or else the newest checkpoint's folder; None if there is none."""
-    if folder:
-        return Path(folder)
-    checkpoints = sorted(Path(out_dir, SCRIPT).glob('*/ckpt.pt'), key=os.path.getmtime)
-    return checkpoints[-1].parent if checkpoints else None
+def read_config(folder):
+    """A run's settings, as a dict."""
+    file, known = Path(folder, 'config.json'), asdict(Config())
+    config = json.loads(file.read_text('utf-8')) if file.exists() else {}
+    if not config or config.keys() - known.keys():
+        fail(f'{folder} is not a run of {SCRIPT}.py')
+    return {**known, **config}
+
+def find_run(given, resume):
+    """--folder or the newest run with the settings `given` on the command line; None if there is
+    none. --resume looks for a run of the command's own name, first for one without other settings.
+    """
+    if given.get('folder'):
+        return Path(given['folder'])
+    typed = {name: x for name, x in given.items() if name not in MACHINE}
+    wanted, found, own = Config(**typed), [], resume and typed
+    for file in Path(given.get('out_dir', 'out'), SCRIPT).glob('*/ckpt.pt'):
+        name = re.sub(r'-\d+$', '', file.parent.name)  # without the number of its folder
+        config = json.loads(file.with_name('config.json').read_text('utf-8'))
+        others = {key for key, x in asdict(wanted).items() if config.get(key) != x} - MACHINE
+        if not others & typed.keys() and not (own and name != f'{wanted.variant}-s{wanted.seed}'):
+            found.append((-len(others) if own else 0, file.stat().st_mtime, file.parent))
+    return max(found)[-1] if found else None
 
 def load_run(c, name='best.pt'):
-    """Settings and model of --folder, or of the last run, with its best weights."""
-    folder = last_folder(c.folder, c.out_dir)
-    if not folder:
-        fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
-    if not c.folder:
-        print(f'run     {folder}, the newest\n')
-    saved = load_checkpoint(folder / name)
-    model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
+    """Model of a run, with its best weights, and what the run knows of its data."""
+    saved = load_checkpoint(Path(c.folder, name))
+    data = SimpleNamespace(**saved['data'])
+    model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
     try:
         model.load_state_dict(saved['model'])
     except RuntimeError:
-        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
-    return model.config, model.eval()
+        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    return model.eval(), data
+
+def resume_run(c, model, optimizer, scaler, data):
+    """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
+    for name, x in getattr(data, 'facts', {}).items():
+        if saved['data'].get(name) != x:
+            fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
+                 f'and is {x}'[:300])
+    if c.max_iters < saved['progress'][0]:
+        fail(f'--max-iters {c.max_iters}: {c.folder} is at step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
+    # restore only the moments; weight decay etc. come from the settings
+    optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+    if saved['scaler']:  # it was trained in float16
+        scaler.load_state_dict(saved['scaler'])
+    return saved['progress']
 
 def train_and_report(c, where=SCRIPT):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
-        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1))
+        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
+        saved = folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        print(f'\nstopped; to continue from step {step}: '
+              f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
     if RANK == 0:
-        print(report(c, model.eval(), log, folder, data))
+        report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
+def files_and_next(c, folder, field, values, *more):
+    """Lines that end a report: its files, further commands, and one that compares variants."""
+    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
+    flags = []
+    for f in fields(Config):
+        value, flag = getattr(c, f.name), f.name.replace('_', '-')
+        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
+            flags.append(f'--{flag}' if value is True else f'--{flag}={value}')
+    if Path(PROGRAM).name != f'{SCRIPT}.py':
+        flags += ['--with', PROGRAM]
+    compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
+                          f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
+    for command in more:
+        print(f'next    python {PROGRAM} {command} --folder {shlex.quote(str(folder))}')
+    print(f'next    python {compare}  # trains and draws both')
+
 def parse(argv=None):
-    """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
+    """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=fields_of_config.replace('"""', ''),
+        description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
@@ -1191,47 +1316,47 @@ def parse(argv=None):
     preset = given.pop('preset', 'tiny')
     given = {**PRESETS[preset], **given}
     for name, value in given.items():
-        lowest, highest = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
-        if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
-            fail(f'{name} {value}: must be from {lowest} to {highest}')
-    folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if given.get('resume') and folder:
-        return action, resumed(folder, given)
-    if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-        print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
-    return action, Config(**{**given, 'resume': False})  # there is nothing to resume
-
-def resumed(folder, given):
-    """Config of the run in `folder`. `given` may raise max_iters, and set the machine's fields."""
-    saved = load_checkpoint(folder / 'ckpt.pt')
-    config, step = {**asdict(Config()), **saved['config']}, saved['progress'][0]
-    names = list(config)
-    for name in names[:names.index('device')]:
-        if name != 'max_iters' and given.get(name, config[name]) != config[name]:
-            fail(f'--resume: {folder} has --{name.replace("_", "-")} {config[name]}, which stays')
-    if given.get('max_iters', step) < step:
-        fail(f'--max-iters {given["max_iters"]}: {folder} is at step {step}')
-    if saved['version'] != VERSION:
-        print(f'note    {SCRIPT}.py has changed since {folder} was saved')
-    config['device'] = 'auto'  # this machine may be another
-    config.update(given, folder=str(folder))
-    return Config(**config)
+        if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
+            fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
+        if name in ('data', 'init', 'folder', 'out_dir'):
+            given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
+    new, resume = action in NEW, given.pop('resume', False)
+    folder = find_run(given, resume) if resume or not new else None
+    if new and not folder:  # with --resume, there is nothing to resume yet
+        if given.get('folder'):
+            fail('--folder names a run to --resume; a new run picks its own name')
+        if preset == 'tiny' and torch.cuda.is_available():
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
+        return action, Config(**given)
+    if not folder:
+        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
+    config = read_config(folder)
+    for name, value in given.items():
+        if name not in MACHINE and config[name] != value:
+            fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
+    print(f'run     {folder}')
+    return action, Config(**{**config, 'device': 'auto',  # this may be another machine
+                             **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
     global PROGRAM
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None and 'kernel_launcher' in sys.argv[0]:
+        argv = []  # main() in a notebook's cell: sys.argv is the kernel's
     if argv is None:
-        PROGRAM = Path(sys.argv[0]).name
+        PROGRAM = sys.argv[0]
     action, c = parse(argv)
-    if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
-        fail('--compile needs a C++ compiler: install one, or give --no-compile')
-    if c.batch_size % WORLD:
-        fail(f'{WORLD} processes cannot share --batch-size {c.batch_size} evenly')
-    if WORLD > 1 and 'MASTER_ADDR' not in os.environ:
-        fail(f'WORLD_SIZE={WORLD} is set without the rest of what torchrun sets: unset it')
+    if c.grad_accum_steps % WORLD:
+        n = WORLD * math.ceil(c.grad_accum_steps / WORLD)
+        fail(f'{WORLD} processes cannot share {c.grad_accum_steps} micro-batches evenly: give '
+             f'--grad-accum-steps {n} --batch-size {c.batch_size * c.grad_accum_steps // n or 1}')
     if WORLD > 1:
+        print(f'waiting for {WORLD} processes')
         dist.init_process_group()
     try:
         return ACTIONS[action](c)
@@ -1246,7 +1371,7 @@ def main(argv=None):
 # --- end of runs
 
 ACTIONS = {'train': train_and_report, 'predict': predict}
+NEW = {'train'}  # actions that make a run; others, and --resume, look for one
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
-    sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character
     main()
