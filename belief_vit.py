@@ -650,7 +650,7 @@ def read_photo(path, size, rng=None):
 def eight_bits(greys):
     """Greys (H, W) from 0 to 1, or of 8, 12, 16 or 32 bits if one is lighter -> uint8."""
     low, high = greys.min(), greys.max()
-    levels = [n for n in (1, 2 ** 8, 2 ** 12, 2 ** 16, 2 ** 32) if high <= n]
+    levels = [n for n in (1, 2 ** 8, 2 ** 12, 2 ** 16, 2 ** 31) if high <= n]
     if not levels or not low >= 0:
         raise ValueError(f'its greys run from {low} to {high}')
     return (greys * (256.0 / levels[0])).clip(0, 255).astype(np.uint8)

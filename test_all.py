@@ -607,9 +607,9 @@ def test_gpt_subclass_trains(tmp_path):
         refuse(gpt, ['gated', 'file that adds'], 'sample', '--folder', folder)
 
 # ------------------------------------ belief_vit.py ------------------------------------
-def vit_model(device=DEVICE, dtype=torch.float64, **settings):
+def vit_model(device=DEVICE, dtype=torch.float64, classes=5, **settings):
     """A small model whose weights are so large that attention is not uniform."""
-    net = vit.ViT(vit.Config(**{**SMALL_VIT, 'num_classes': 5, **settings})).to(dtype).eval()
+    net = vit.ViT(vit.Config(**{**SMALL_VIT, **settings}), classes).to(dtype).eval()
     for block in net.blocks:
         block.attn.qkv.weight.data *= 4
     return net.to(device)
@@ -637,7 +637,7 @@ def vit_photos(root, **counts):
 
 def test_vit_logits_of_the_originals():
     """vision-transformers-cifar10, efficient-vit-training and timm, with the same weights."""
-    sizes = dict(embed_dim=24, depth=2, num_heads=3, head_size=8, mlp_dim=96, num_classes=7)
+    sizes = dict(embed_dim=24, depth=2, num_heads=3, head_size=8, mlp_dim=96)
     for settings, logits in (
             (dict(model='vit-small', image_size=16, patch_size=4, head_size=64, mlp_dim=20),
              [0.3999968, 0.3932799, 0.5405398]),
@@ -646,25 +646,32 @@ def test_vit_logits_of_the_originals():
             (dict(model='deit-small', image_size=32, patch_size=8),
              [-0.3659678, 1.1703037, -0.2167598])):
         c = vit.Config(**{**sizes, **settings}, attention='softmax')
-        net = fill(vit.ViT(c).double().eval()).to(DEVICE)
+        net = fill(vit.ViT(c, 7).double().eval()).to(DEVICE)
         images = vit_images(2, settings['image_size'])
         close(net(images)[0, :3], logits, 1e-6)
         eps = {layer.eps for layer in net.modules() if isinstance(layer, torch.nn.LayerNorm)}
-        assert eps == {1e-5 if c.shifted else 1e-6}, (c.model, eps)
+        assert eps == {1e-5 if c.model == 'vit-small' else 1e-6}, (c.model, eps)
 
-def test_vit_sizes():
-    """Sizes and lengths of training are the papers'."""
-    for size, settings in (
-            (9_622_512, dict(model='vit-small', num_classes=10)),
-            (11_195_376, dict(model='vit-small', num_classes=10, attention='belief-star')),
-            (22_050_664, dict(model='deit-small', num_classes=1000)),
-            (22_179_688, dict(model='deit-small-local', num_classes=1000))):
+def test_vit_sizes(tmp_path):
+    """Sizes and lengths of training are the papers'. A Config has its model's sizes, however it is
+    made, where none are given."""
+    small = dataclasses.replace(vit.Config(), model='vit-small')
+    for size, c, classes in (
+            (9_622_512, small, 10),
+            (11_195_376, vit.Config(model='vit-small', attention='belief-star'), 10),
+            (22_050_664, vit.Config(model='deit-small'), 1000),
+            (22_179_688, vit.Config(model='deit-small-local'), 1000)):
         with torch.device('meta'):
-            found = vit.count(vit.ViT(vit.Config(**settings)))
-        assert found == size, (settings, found)
+            found = vit.count(vit.ViT(c, classes))
+        assert found == size, (c, found)
+    assert small.variant == 'vit-small-belief-zd', small.variant
+    assert dataclasses.replace(small, model='deit-small').variant == 'deit-small-belief'
+    scaled = vit_model(attention='softmax-scaled').blocks[0].attn
+    assert scaled.config.zero_diag and scaled.gamma == 3, scaled.gamma  # with 1 it is softmax
     has(vit.Config(**vit.PRESETS['cifar-paper']), max_iters=math.ceil(400 * 45_000 / 512))
     has(vit.Config(**vit.PRESETS['imagenet-paper']),
         max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
+    refuse(vit, ['--num-classes'], '--num-classes', 5)  # the data's, not a setting
 
 def test_vit_initialisation():
     """Variants share their weights to the bit; each model has its original's spread."""
@@ -679,7 +686,7 @@ def test_vit_initialisation():
             ('deit-small', 'blocks.0.attn.qkv.weight', 0.02, True),
             ('deit-small-local', 'blocks.0.attn.qkv.weight', 384 ** -0.5, True),
             ('deit-small-local', 'blocks.0.mlp.conv.weight', 27 ** -0.5, False)):
-        state = vit.ViT(vit.Config(model=model, depth=1)).state_dict()
+        state = vit.ViT(vit.Config(model=model, depth=1), 10).state_dict()
         close(state[key].std() / std, 1, 0.12)
         assert (state[key].abs().max() > 2 * std) == normal, (model, key)
         assert state['head.bias'].any() == (model != 'deit-small'), model
@@ -696,14 +703,15 @@ def test_vit_positions():
 
 def test_vit_init_file(tmp_path):
     """--init takes DeiT's checkpoint: another grid, other classes, no W^s."""
-    deit = vit_model('cpu', torch.float32, model='deit-small', num_classes=9, image_size=16)
+    deit = vit_model('cpu', torch.float32, model='deit-small', classes=9, image_size=16)
     want, file = deit.state_dict(), tmp_path / 'deit.pth'
     flags = tiny(vit, tmp_path, '--model', 'deit-small', '--attention', 'belief-star',
                  '--init', file)
     torch.save(dict(model={'module.' + key: p for key, p in want.items()}, epoch=3), file)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         _, c = vit.parse(flags)
-        state = vit.make_model(c, vit.load_data(c)).state_dict()
+        net, _ = vit.train(dataclasses.replace(c, max_iters=0))
+    state = {key: p.cpu() for key, p in net.state_dict().items()}
     assert 'pth: blocks.0.attn.proj_s.weight' in out.getvalue(), out.getvalue()
     want['pos_embed'] = vit.resize_positions(want['pos_embed'], (2, 2))
     for key, p in state.items():
@@ -781,7 +789,8 @@ def test_vit_batches(tmp_path):
         assert not torch.equal(get(3), other)
     with patch.object(vit, 'augment', lambda x, *_: x):
         epoch = torch.cat([get(step, micro) for step in range(6, 12) for micro in range(2)])
-    images = vit.normalise(data.train[0], 8, c)
+    images, half = vit.normalise(data.train[0], 8, c), dict(batch_size=8, grad_accum_steps=1)
+    assert torch.equal(torch.cat([get(3), get(3, 1)]), get(3, **half))  # one step has one set
     found = [int((images == x).all((1, 2, 3)).nonzero()) for x in epoch]
     assert sorted(found) == list(range(48)) != found, found
     for step, size in ((29, 8), (30, 16), (199, 32)):  # two patches more every five epochs
@@ -814,7 +823,13 @@ def test_vit_evaluation(tmp_path):
                    val_fraction=0.3)
     data = vit.load_data(c)
     assert vit.linear_accuracy(data, c) > 0.9  # colours are easy
-    net = vit_model(num_classes=3, dtype=torch.float32)
+    with patch.object(vit, 'normalise', lambda images, *_: torch.from_numpy(images).float()):
+        labels = np.arange(40_000) // 20_000  # sorted by class
+        images = np.zeros((40_000, 3, 1, 1))
+        images[:, 0, 0, 0] = labels
+        both = types.SimpleNamespace(train=(images, labels), test=(images, labels))
+        assert vit.linear_accuracy(both, c) == 1
+    net = vit_model(classes=3, dtype=torch.float32)
     images, labels = vit.normalise(data.val[0], 8, c, DEVICE), torch.from_numpy(data.val[1])
     logits, labels = net(images[:12]), labels[:12].to(DEVICE)
     figures, (layers, _) = vit.evaluate(net, data, c, DEVICE), vit.diagnose(net, images)
@@ -833,10 +848,32 @@ def test_vit_best_weights(tmp_path):
         return 1.0, accuracies[len(seen) - 1]
     for accuracies, best in ([0] * 6, 3), ([0, 0, 1, 0, 0.3, 0.7], 2):
         seen = []
-        with patch.multiple(vit, loss_and_accuracy=judge, draw=print, draw_attention=print):
+        with patch.multiple(vit, loss_and_accuracy=judge, picture=lambda *_, **__: 0):
             end = run(vit, *tiny(vit, tmp_path, '--max-iters', 9, '--dtype', 'bfloat16'))
         assert seen[4] == seen[3] != seen[2] and seen[5] == seen[best], (best, seen)
-    assert 'accuracy 30.0 %, with the best weights 70.0 %' in end.out, end.out
+    assert 'accuracy 30.0 % on 30 test images, with the best weights 70.0 %' in end.out, end.out
+    with patch.object(vit, 'loss_and_accuracy', lambda *_: (math.nan, 0.5)):
+        refuse(vit, ['validation loss nan', 'step 0'], *tiny(vit, tmp_path))
+
+def test_vit_knows_its_data(tmp_path):
+    """--resume refuses other data, and predict has the names of the classes from the run."""
+    flags, train = tiny(vit, tmp_path), tmp_path / 'data/train.npz'
+    saved = load(done(vit, *flags)['folder'] / 'best.pt')
+    assert {*saved} == {'model', 'config', 'data', 'script'}, saved.keys()
+    assert saved['data']['classes'] == ['0', '1', '2'], saved['data']
+    with np.load(train) as file:
+        x, y = file['images'], file['labels']
+    for images, labels, names in ((x[:-1], y[:-1], '012'), (x, (y + 1) % 3, '012'),
+                                  (255 - x, y, '012'), (x, y, 'abc')):
+        np.savez(train, images=images, labels=labels)
+        (tmp_path / 'data/meta.json').write_text(json.dumps(dict(classes=list(names))))
+        refuse(vit, ['trained on other data'], '--resume', *flags, '--max-iters', 9)
+    np.savez(train, images=x, labels=y)
+    (tmp_path / 'data/meta.json').write_text('\ufeff{"classes": ["0", "1", "2"]}', 'utf-8')
+    assert done(vit, '--resume', *flags, '--max-iters', 9)['step'] == 9
+    for text in ('{}', '<html>', '[]', '{"classes": 3}'):
+        (tmp_path / 'data/meta.json').write_text(text)
+        refuse(vit, ['meta.json', 'classes'], *flags)
 
 def test_vit_arrays(tmp_path):
     """Labels (N, 1) are as good as (N,); all else is refused by file and reason."""
@@ -863,30 +900,36 @@ def test_vit_arrays(tmp_path):
 
 @wants('PIL')
 def test_vit_photos(tmp_path):
-    """Folders of photos train and predict; val, or else test, is the test set, and its classes are
-    those of train; what else lies there is left out and counted."""
+    """Folders of photos train and predict; val, valid or test is the test set, and its classes are
+    those of train; links are followed; what else lies there is left out and counted."""
     root, flags = tmp_path / 'photos', tiny(vit, tmp_path, '--data', tmp_path / 'photos')
-    vit_photos(root / 'train', blue=12, red=12, green=0)
+    vit_photos(root / 'train', blue=12, red=4, green=0)
+    vit_photos(tmp_path / 'more', red=9)
+    (root / 'train/red/more').symlink_to(tmp_path / 'more/red')
     vit_photos(root / 'test', red=5)
     for name in ('.ipynb_checkpoints/0.jpg', '__MACOSX/red/0.jpg', 'red/._0.jpg', 'red/notes.txt'):
         (root / 'train' / name).parent.mkdir(parents=True, exist_ok=True)
         (root / 'train' / name).write_bytes(b'no photo')
     end = run(vit, *flags, '--val-fraction', 0.25, '--max-iters', 30)
     assert end.code == 0 and 'left out 4 files' in end.out, (end.out, end.err)
-    assert '18 images of 2 classes, 6 for validation, 5 for testing' in end.out, end.out
-    assert end.result['test_acc'] == 1 and 'test accuracy 100.0 %' in end.out, end.out
+    assert '19 images of 2 classes, 6 for validation, 5 for testing' in end.out, end.out
+    assert end.result['test_acc'] == 1 and 'commonest class 100.0 %' in end.out, end.out
     if importlib.util.find_spec('matplotlib'):
         assert len(list(end.result['folder'].glob('*.png'))) == 3
     photos = root / 'train/red/0.jpg', root / 'train/blue/0.jpg'
     red, blue = done(vit, 'predict', '--out-dir', tmp_path / 'out', '--images', *photos)
     assert red[0][0] == 'red' and red[0][1] > 0.5 and blue[0][0] == 'blue', (red, blue)
-    refuse(vit, ['--images'], 'predict')
+    refuse(vit, ['--images'], 'predict', '--out-dir', tmp_path / 'out')
     with QUIET:
         assert vit.load_data(vit.Config(data=str(root / 'train'))).classes == ['blue', 'red']
     refuse(vit, ['train/CLASS'], *flags, '--data', root / 'train/red')  # a single class
     vit_photos(tmp_path / 'kaggle/training', red=9)
     vit_photos(tmp_path / 'kaggle/Validation', red=9)
     refuse(vit, ['train/CLASS'], *flags, '--data', tmp_path / 'kaggle')
+    (root / 'test').rename(root / 'Valid')
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert len(vit.load_data(vit.Config(data=str(root))).test[1]) == 5
+    assert 'Valid' in out.getvalue(), out.getvalue()
     (root / 'val').mkdir()
     refuse(vit, [str(root / 'val'), 'no photos'], *flags)
     vit_photos(root / 'val', yellow=2)
@@ -902,21 +945,31 @@ def test_vit_read_photo(tmp_path):
             (40, None, (20, 0, 100, 80)),  # all of it, where photos are that small
             (8, (0, 1, 0.5, 0.25), (44, 14, 76, 38))):  # to train: 8 % of the area, 4:3
         want = np.asarray(noise.resize((size, size), Image.BICUBIC, box))
-        assert (vit.read_photo(path, size, chance) == want).all(), box
+        rng = chance and types.SimpleNamespace(random=iter(chance).__next__)
+        assert (vit.read_photo(path, size, rng) == want).all(), box
     for flip, draw, step in (True, 0.1, -1), (True, 0.9, 1), (False, 0.1, 1):
-        crop = vit.augment(path, [*chance, draw], vit.Config(flip=flip), 8)
+        rng = types.SimpleNamespace(random=iter([*chance, draw]).__next__)
+        crop = vit.augment(path, rng, vit.Config(flip=flip), 8)
         assert (crop == want[:, ::step]).all(), (flip, draw)
 
     want, root = vit.read_photo(path, 40), tmp_path / 'photos/noise/more'
     root.mkdir(parents=True)
-    greys = np.asarray(noise).astype(np.uint16) * 256 + 99  # white, if cut off at 255
-    Image.fromarray(greys).save(root / 'a.png')
+    greys = np.asarray(noise)
+    for name, deep in (  # 16 bits would be white if cut off at 255, and 12 black if divided by 256
+            ('a.png', greys.astype(np.uint16) * 256 + 99), ('c.png', greys.astype(np.uint16) * 16),
+            ('d.tif', greys.astype(np.int32) * 2 ** 23), ('e.tif', np.float32(greys / 256)),
+            ('f.tif', np.float32(greys))):
+        Image.fromarray(deep).save(root / name)
     exif = Image.Exif()
     exif[0x0112] = 6  # on its side
     noise.transpose(Image.ROTATE_90).save(root / 'b.png', exif=exif)
     paths, names = vit.list_photos(tmp_path / 'photos')
-    assert names.tolist() == ['noise', 'noise'], names
+    assert names.tolist() == ['noise'] * 6, names
     assert all((vit.read_photo(path, 40) == want).all() for path in paths)
+    for bad in -1, math.nan:
+        Image.fromarray(np.full((9, 9), bad, np.float32)).save(root / 'f.tif')
+        with unittest.TestCase().assertRaisesRegex(OSError, 'f.tif.*greys'):
+            vit.read_photo(root / 'f.tif', 8)
 
     (root / 'a.png').write_bytes((root / 'b.png').read_bytes()[:999])
     with unittest.TestCase().assertRaisesRegex(OSError, 'a.png'):
@@ -928,10 +981,11 @@ def test_augment_to_the_byte():
     images = np.random.RandomState(0).randint(0, 256, (200, 3, 48, 64)).astype(np.uint8)
     images[1::3] = images[1::3] // 5 + 60  # dull ones
     images[2::3] = images[2::3, :, :1, :1]  # of a single colour
-    chance = np.random.RandomState(2).random_sample((200, vit.DRAWS))
-    for policy, want in dict(none=1543007458, paper=3282175803, fixed=1041729097).items():
-        c = vit.Config(randaugment=policy)
-        got = np.stack([vit.augment(x, row, c) for x, row in zip(images, chance)])
+    data = types.SimpleNamespace(train=(images, np.arange(200)))
+    for policy, want in dict(none=1902692715, paper=1505479055, fixed=1006865697).items():
+        c = vit.Config(randaugment=policy, batch_size=50, grad_accum_steps=4)
+        with patch.object(vit, 'normalise', lambda images, *_: images):
+            got = np.stack([vit.get_batch(data, c, 3, micro, 'cpu')[0] for micro in range(4)])
         assert zlib.crc32(got.tobytes()) == want, f'other images by --randaugment {policy}'
 
 def test_augment_mix():
@@ -976,6 +1030,23 @@ def test_vit_diagnose():
     close(rows[0]['alpha'], ((mh * v).sum(1) / (v * v).sum(1)).mean(), 1e-6)
     light = p[:, :, 0, 1:].mean(1)
     close(maps[0].flatten(1), light / light.amax(1, keepdim=True), 1e-6)
+
+def test_vit_subclasses():
+    """Figures of a layer need a subclass that says what it passes on; another is skipped."""
+    class Half(vit.Attention):
+        def update(self, mh, v):
+            return mh / 2
+    class Own(vit.Attention):
+        def forward(self, x):
+            return self.proj(x)
+    with patch.dict(vit.ATTENTION, half=Half, own=Own):
+        rows, maps = vit.diagnose(vit_model(attention='half'), vit_images(3))
+        assert vit.diagnose(vit_model(attention='own'), vit_images(3)) == ([], [])
+    close(rows[0]['update'], rows[0]['mh'] / 2, 1e-6)
+    assert len(rows) == len(maps) == 2
+    layer, (x, _, _) = vit_model(attention='belief-star').blocks[1].attn, qkv(1, 3, 12)
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), inputs, fast_mode=True)
 
 def test_vit_registers(tmp_path):
     """Tokens that belong to no patch need a change of class ViT alone, in every model and with all
