@@ -40,7 +40,8 @@ scripts share the rest.
 The papers' models are vit-small, from vision-transformers-cifar10, and deit-small-local, from
 efficient-vit-training; deit-small is timm's. With their weights the logits are theirs to 1e-6.
 [deviation] We leave out efficient-vit-training's EMA, repeated augmentation, random erasing,
-RandAugment of photos and unused parameters.
+RandAugment of photos and unused parameters, and train its position embeddings: resizing them, it
+makes a new parameter, and its optimiser keeps the old one.
 """
 import argparse
 import csv
@@ -288,8 +289,8 @@ class BeliefStar(Attention):
     """Delta W^o + Delta_s W^s.  [BF Eq. 15]"""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        self.proj_s = nn.Linear(c.num_heads * c.head_size, c.embed_dim, bias=False)
         # W^s  [choice] no bias
+        self.proj_s = nn.Linear(self.proj.in_features, c.embed_dim, bias=False)
 
     def update(self, mh, v):
         return orthogonal(mh, v, (-2, -1))  # Delta
@@ -350,9 +351,7 @@ class Block(nn.Module):
         return x + self.stochastic_depth(self.mlp(self.norm2(x), grid))
 
 def resize_positions(pos, grid):
-    """Position embeddings (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic.
-    [deviation] Ours are trained: efficient-vit-training resizes by replacing the parameter, of
-    which its optimiser goes on to hold the old one."""
+    """Position embeddings (1, 1 + g g, C) -> (1, 1 + h w, C) for a grid (h, w), bicubic."""
     g = math.isqrt(pos.size(1))  # side of the learned grid, which a few extra tokens do not change
     if grid == (g, g):
         return pos
@@ -987,7 +986,7 @@ def report(c, model, log, folder, data):
     best_model, _ = load_run(replace(c, folder=str(folder)))
     device, labels = model.head.weight.device, data.test[1]
     _, best = loss_and_accuracy(best_model, *data.test, c, device)
-    commonest = np.mean(labels == np.bincount(data.train[1]).argmax())
+    commonest = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {100 * log[-1]["test_acc"]:.1f} % on {len(labels):,} test '
           f'images, with the best weights {100 * best:.1f} %;\n        a linear model on the same '
           f'pixels gets {100 * linear_accuracy(data, c):.1f} %, and always guessing the commonest '
