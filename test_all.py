@@ -827,7 +827,8 @@ def test_vit_evaluation(tmp_path):
         labels = np.arange(40_000) // 20_000  # sorted by class
         images = np.zeros((40_000, 3, 1, 1))
         images[:, 0, 0, 0] = labels
-        both = types.SimpleNamespace(train=(images, labels), test=(images, labels))
+        test = images[::-1].copy(), labels[::-1].copy()
+        both = types.SimpleNamespace(train=(images, labels), test=test)
         assert vit.linear_accuracy(both, c) == 1
     net = vit_model(classes=3, dtype=torch.float32)
     images, labels = vit.normalise(data.val[0], 8, c, DEVICE), torch.from_numpy(data.val[1])
