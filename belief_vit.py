@@ -1073,8 +1073,7 @@ def pick_device(c):
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError):
-        fail(f'--device {c.device}: PyTorch finds no such device here; cpu, cuda, cuda:1 and mps '
-             'are names of some')
+        fail(f'--device {c.device}: PyTorch finds none here (names are cpu, cuda, cuda:1, mps)')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -1115,12 +1114,12 @@ def save(folder, name, state):
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path):
-    """A checkpoint of any program, as a dict. Nothing in the file is run."""
+def load_checkpoint(path, own=False):
+    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
     try:
         if str(path).endswith('.safetensors'):
             return read_safetensors(Path(path).read_bytes())
-        return dict(torch.load(path, map_location='cpu', weights_only=True))
+        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
     except Exception as error:  # no such file, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
@@ -1128,6 +1127,9 @@ def load_checkpoint(path):
         if not Path(path).is_file():
             fail(f'{path}: there is no such file')
         fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
+    if own and saved.get('script') != SCRIPT:
+        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
+    return saved
 
 def read_safetensors(raw):
     """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
@@ -1235,7 +1237,7 @@ def find_run(given, resume):
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
-    saved = load_checkpoint(Path(c.folder, name))
+    saved = load_checkpoint(Path(c.folder, name), own=True)
     data = SimpleNamespace(**saved['data'])
     model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
     try:
@@ -1246,7 +1248,7 @@ def load_run(c, name='best.pt'):
 
 def resume_run(c, model, optimizer, scaler, data):
     """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
     for name, x in getattr(data, 'facts', {}).items():
         if saved['data'].get(name) != x:
             fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
@@ -1285,7 +1287,8 @@ def files_and_next(c, folder, field, values, *more):
     for f in fields(Config):
         value, flag = getattr(c, f.name), f.name.replace('_', '-')
         if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
-            flags.append(f'--{flag}' if value is True else f'--{flag}={value}')
+            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
+                         else f'--{flag}={value}')
     if Path(PROGRAM).name != f'{SCRIPT}.py':
         flags += ['--with', PROGRAM]
     compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
