@@ -18,11 +18,11 @@ query for N tokens, with one d x d Cholesky factor per head.
     equation       what                                                    function
     [OA Sec. 2]    softmax(QK^T / sqrt(d)), with weights                   softmax
     [OA Sec. 4.1]  the same without W_q, W_k, W_v: no-weights              ATTENTION, PROJECTED
-    [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + rho ||x||^2      l2, ridge_matrix
+    [OA Eq. 1]     min ||q - x^T K||; [choice] squared, + e ||x||^2        l2, ridge_matrix
     [OA Eq. 2]     min ||q - x^T K||^2 + lambda ||x||_1                    lasso, admm
-    [OA Eq. 3]     its ADMM, with an N x N inverse: admm-vanilla           lasso, vanilla_inverse
+    [OA Eq. 3]     its ADMM, corrected, with an N x N inverse              lasso, vanilla_inverse
     [OA Eq. 4]     the inverse in d x d, corrected                         ridge_matrix, lasso
-    (3) and (4)    to the letter: admm-vanilla-printed, admm-printed       as_published
+    (3) and (4)    as printed, which do not work                           experiments/printed.py
     [OA Sec. 3]    x_ii = 0; random tokens                                 without_self, dictionary
     [OA Sec. 3]    x^5 / sum |x^5|                                         sharpen
     [OA Fig. 1]    where a query of the decoder looks                      find
@@ -35,31 +35,32 @@ query for N tokens, with one d x d Cholesky factor per head.
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
     python experiments/compare.py admm_detr --table 1  # the paper's tables: 1 and 2
 
-The first run ends at AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one seed).
-Over 12 seeds its mean AP is 0.619, softmax's 0.696. [choice] By default the problem is easier
-than (2): it has a ridge term, x >= 0 and centred tokens, and x^3 replaces x^5. Four iterations
-solve it, and in the trained model half of the coefficients are zero. After 15 on (2) itself, x is
-still 40 % off the optimum (see the settings named `OA`).
+Expected of the first run: AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one
+seed). Over 12 seeds its mean AP is 0.619, softmax's 0.696. [choice] By default the problem is
+easier than (2): it has a ridge term, x >= 0 and centred tokens, and x^3 replaces x^5. Four
+iterations solve it, and in the trained model half of the coefficients are zero. After 15 iterations
+on OA's own problem (2) (`OA` below), x is still 30 % from the optimum, and its gradient is not the
+Lasso's: their cosine is about 0.4. By default it is 1.000.
 
 [choice] x rebuilds a query from DETR's keys, which hold positions, and mixes DETR's values, which
 do not. Solved over the values (--solve-over value), x nearly gives back the query. There is no
 output projection (--out-proj adds one) and no dropout on x. Heads without weights are slices of
 the channels. The model and its state-dict keys are facebookresearch/detr's. [choice] marks where
-OA is silent, [deviation] where we differ on purpose. You can stop reading at the banner `runs`: all
-four scripts share the rest.
+OA is silent, [deviation] where we differ on purpose. Below the banner `runs` is plumbing, identical
+in all four scripts.
 """
 import argparse
 import copy
 import csv
 import functools
-import hashlib
+import inspect
 import io
 import itertools
 import json
 import math
 import os
 import re
-import shutil
+import shlex
 import sys
 import time
 import zlib
@@ -76,8 +77,9 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'admm_detr'
-RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
+TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
+RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
@@ -94,102 +96,74 @@ def without_self(x, is_self):
     diagonal = torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device)
     return x.masked_fill(diagonal, 0)
 
-def scales(q, k, is_self=False, sparsity=0.03, rho=0.1, ridge=0.0, positive=False):
-    """lambda (B, nh, Q, 1), rho and e (B, nh, 1, 1), from settings relative to q and k.
+def soft(v, t):
+    """tau_t, the proximal operator of t |.|: it moves v towards zero by t, but never past it."""
+    return F.relu(v - t) - F.relu(-v - t)
+
+def ridge_matrix(k, e):
+    """P = (K^T K + e I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + e ||x||^2.
+
+    It equals K^T (K K^T + e I)^-1, so no N x N matrix is ever made.  [OA Eq. 4]
+    [deviation] OA adds random jitter r to K^T K; a Cholesky factor with e I needs none.
+    """
+    eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
+    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + e * eye)  # K^T K + e I >= e I: it exists
+    return torch.cholesky_solve(k.mT, factor)
+
+def vanilla_inverse(k, e):
+    """(K K^T + e I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
+    eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
+    return torch.linalg.inv_ex(k @ k.mT + e * eye)[0]
+
+def lasso(q, k, c, is_self=False, vanilla=False, relax=1.6):
+    """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
+
+    -> x (B, nh, Q, N), >= 0 if c.positive. Tokens that are zero get 0; with is_self, so does the
+    query itself. [deviation] OA zeroes that entry of x; we zero it in z, so that (3b) obeys the
+    constraint x_ii = 0 and ADMM still converges. [choice] OA does not over-relax, so its `relax` is
+    1. `vanilla` takes the N x N inverse, which gives the same x up to rounding.  [OA Eq. 3]
+    """
+    lam, step, penalty = scales(q, k, c, is_self)  # lambda, rho, e
+    threshold = lam / (2 * step)  # (B, nh, Q, 1)
+    if vanilla:
+        inverse, products = vanilla_inverse(k, step), q @ k.mT
+        regress = lambda w: (products + step * w) @ inverse
+    else:  # K q + rho w = (K K^T + rho I) w + K (q - K^T w), so the inverse leaves w + (q - w K) P
+        P = ridge_matrix(k, step)
+        regress = lambda w: w + (q - w @ k) @ P
+
+    def prox(v):
+        z = F.relu(v - threshold) if c.positive else soft(v, threshold)
+        return without_self(z / (1 + penalty / step), is_self)
+
+    z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
+    for _ in range(c.iterations):
+        x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
+        v = torch.add(v, x - z, alpha=relax)  # v was z + u; now it is relax x + (1 - relax) z + u
+        z = prox(v)         # (3b): argmin lambda ||z||_1 + e ||z||^2 + rho ||z - v||^2
+        u = v - z           # (3c): the running sum of x - z, the scaled dual of x = z
+    return torch.where(threshold > 0, z, 0)  # lambda is 0 where no token points towards q
+
+def scales(q, k, c, is_self=False):
+    """lam (B, nh, Q, 1), step and penalty (B, nh, 1, 1): what --sparsity, --rho and --ridge mean.
 
     [choice] sparsity is a share of 2 max |K q|, the smallest lambda that makes a query's x zero;
     rho and ridge are in units of the mean eigenvalue of K^T K. So scaling q or k only scales x.
     """
     products = without_self(q @ k.mT, is_self)  # (B, nh, Q, N)
-    products = F.relu(products) if positive else products.abs()
-    lam = 2 * sparsity * products.amax(-1, keepdim=True)
-    mean_eigenvalue = k.square().sum((-2, -1), keepdim=True) / k.size(-1)  # trace / hs
-    return lam, (rho * mean_eigenvalue).clamp_min(1e-8), ridge * mean_eigenvalue
+    products = F.relu(products) if c.positive else products.abs()
+    lam = 2 * c.sparsity * products.amax(-1, keepdim=True)
+    mean = mean_eigenvalue(k)
+    return lam, c.rho * mean, c.ridge * mean
 
-def soft(v, t):
-    """tau_t, the proximal operator of t |.|: it moves v towards zero by t, but never past it."""
-    return F.relu(v - t) - F.relu(-v - t)
-
-def ridge_matrix(k, rho):
-    """P = (K^T K + rho I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + rho ||x||^2.
-
-    It equals K^T (K K^T + rho I)^-1, so no N x N matrix is ever made.  [OA Eq. 4]
-    [deviation] OA adds random jitter r to K^T K; a Cholesky factor with rho I needs none.
-    """
-    eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
-    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + rho * eye)  # K^T K + rho I >= rho I: it exists
-    return torch.cholesky_solve(k.mT, factor)
-
-def vanilla_inverse(k, rho):
-    """(K K^T + rho I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
-    eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-    return torch.linalg.inv_ex(k @ k.mT + rho * eye)[0]
-
-def lasso(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, relax=1.6, ridge=0.0,
-          positive=False, vanilla=False):
-    """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
-
-    -> x (B, nh, Q, N), >= 0 if `positive`. Tokens that are zero get 0; with is_self, so does the
-    query itself. [deviation] OA zeroes that entry of x; we zero it in z, so that (3b) obeys the
-    constraint x_ii = 0 and ADMM still converges. [choice] OA does not over-relax. `vanilla` takes
-    the N x N inverse, which gives the same x up to rounding.  [OA Eq. 3]
-    """
-    lam, rho, e = scales(q, k, is_self, sparsity, rho, ridge, positive)
-    threshold = lam / (2 * rho)  # (B, nh, Q, 1)
-    if vanilla:
-        inverse, products = vanilla_inverse(k, rho), q @ k.mT
-        regress = lambda w: (products + rho * w) @ inverse
-    else:
-        P = ridge_matrix(k, rho)
-        regress = lambda w: w + (q - w @ k) @ P  # the same: w, plus ridge for what w leaves of q
-    z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
-    for _ in range(iterations):
-        x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
-        v = torch.add(v, x - z, alpha=relax)  # v was z + u: with relax 1 it is now x + u
-        # (3b): argmin lambda ||z||_1 + e ||z||^2 + rho ||z - v||^2
-        z = F.relu(v - threshold) if positive else soft(v, threshold)
-        z = without_self(z / (1 + e / rho), is_self)
-        u = v - z  # (3c): the running sum of x - z, the scaled dual of x = z
-    return torch.where(threshold > 0, z, 0)  # lambda is 0 where no token helps
+def mean_eigenvalue(k):
+    """That of K^T K, its trace / hs  (B, nh, 1, 1)."""
+    return (k.square().sum((-2, -1), keepdim=True) / k.size(-1)).clamp_min(1e-8)
 
 @torch.compiler.assume_constant_result  # the generator would break --compile's graph
 def seeded(draw, seed, *shape):
     """Random numbers on the CPU, the same in every call."""
     return draw(shape, generator=torch.Generator().manual_seed(seed))
-
-def as_published(q, k, is_self=False, sparsity=0.03, rho=0.1, iterations=15, vanilla=False,
-                 sigma=1e-4):
-    """Equations (3) or (4) to the letter -> x (B, nh, Q, N). They do not solve the Lasso.
-
-    The sign of mu in (3b) contradicts (3c): past the threshold the state roughly doubles in every
-    iteration. The fixed point of (3) is ridge regression, whatever lambda is. (4) has D^1/2 where
-    the spectrum is D, and omits the complement of K's range.  [OA Eq. 3] [OA Eq. 4]
-
-    Likely misprints: with z - mu for x - z in (3a) and x^(k+1) + mu for x^(k) - mu in (3b), (3) is
-    ADMM for the Lasso with 2 lambda, the same as lasso(sparsity=2 * sparsity, relax=1,
-    vanilla=True). For (2) itself the threshold must be lambda / (2 rho).
-    """
-    lam, rho, _ = scales(q, k, is_self, sparsity, rho)
-    threshold = lam / rho
-    products = q @ k.mT  # (B, nh, Q, N)
-    if vanilla:
-        inverse = vanilla_inverse(k, rho)
-    else:
-        # [choice] sigma: OA calls the jitter on K^T K small
-        jitter = sigma * seeded(torch.rand, 1, k.size(-1))
-        D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))  # (B, nh, hs), ascending
-        D = D.unsqueeze(-2)  # (B, nh, 1, hs)
-        # with fewer tokens than channels, rounding makes some negative
-        D = torch.maximum(D, torch.finfo(D.dtype).eps * D[..., -1:])
-        Y = k @ X / D.sqrt()  # (B, nh, N, hs)
-    x = z = mu = torch.zeros_like(products)
-    for _ in range(iterations):
-        new = products + rho * (x - z)  # (3a)
-        new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
-        new = without_self(new, is_self).clamp(-1, 1)  # [choice] 1
-        z = soft(x - mu, threshold)  # (3b), with the old x
-        x, mu = new, mu + new - z  # (3c)
-    return x
 
 def sharpen(x, power=5):
     """x^5 / sum |x^5|, but rows of zeros stay zero, and tiny ones fade to zero.  [OA Sec. 3]"""
@@ -221,24 +195,16 @@ def softmax(q, k, padding, is_self, c):
     return scores.masked_fill(padding[:, None, None], -math.inf).softmax(-1)
 
 def l2(q, k, padding, is_self, c):
-    """argmin ||q - x^T K||^2 + rho ||x||^2, sharpened; in cross-attention only.  [OA Eq. 1]"""
+    """argmin ||q - x^T K||^2 + e ||x||^2, sharpened; in cross-attention only.  [OA Eq. 1]"""
     tokens = dictionary(k, padding, c.centre, c.random_tokens)
-    _, rho, _ = scales(q, tokens, rho=c.rho)
-    x = q @ ridge_matrix(tokens, rho)
+    e = max(c.ridge, 1e-5)  # less would be lost to float32's rounding
+    x = q @ ridge_matrix(tokens, e * mean_eigenvalue(tokens))
     return sharpen(x, c.power)[..., :k.size(2)]
 
 def admm(q, k, padding, is_self, c, vanilla=False):
     """argmin ||q - x^T K||^2 + lambda ||x||_1, sharpened.  [OA Eq. 2]"""
     tokens = dictionary(k, padding, c.centre, c.random_tokens)
-    x = lasso(q, tokens, is_self, c.sparsity, c.rho, c.iterations,
-              ridge=c.ridge, positive=c.positive, vanilla=vanilla)
-    return sharpen(x, c.power)[..., :k.size(2)]
-
-def admm_as_published(q, k, padding, is_self, c, vanilla=False):
-    """The formulas as printed, sharpened; they ignore padding.  [OA Eq. 4]"""
-    no_padding = torch.zeros_like(padding)
-    tokens = dictionary(k, no_padding, random_tokens=c.random_tokens or 32)  # [choice] 32
-    x = as_published(q, tokens, is_self, c.sparsity, c.rho, c.iterations, vanilla)
+    x = lasso(q, tokens, c, is_self, vanilla)
     return sharpen(x, c.power)[..., :k.size(2)]
 
 ATTENTION = {  # (q, k, padding (B, N), is_self, config) -> coefficients x (B, nh, Q, N)
@@ -246,9 +212,7 @@ ATTENTION = {  # (q, k, padding (B, N), is_self, config) -> coefficients x (B, n
     'no-weights': softmax,  # no W_q, W_k, W_v, as in all but PROJECTED  [OA Sec. 4.1]
     'l2': l2,
     'admm': admm,
-    'admm-vanilla': functools.partial(admm, vanilla=True),                      # [OA Eq. 3]
-    'admm-printed': admm_as_published,
-    'admm-vanilla-printed': functools.partial(admm_as_published, vanilla=True),  # [OA Eq. 3]
+    'admm-vanilla': functools.partial(admm, vanilla=True),  # [OA Eq. 3]
 }
 PROJECTED = {'softmax'}  # rows with W_q, W_k, W_v and an output projection: add yours
 
@@ -263,11 +227,11 @@ class Config:
     out_proj: bool = False         # an output projection for attention without weights, too
     iterations: int = 4            # of ADMM; without a ridge it needs many more, and --rho 0.1
     sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
-    rho: float = 3.0               # in units of the mean eigenvalue of K^T K; best near --ridge
+    rho: float = 3.0               # of ADMM, in mean eigenvalues of K^T K; best near --ridge
     power: int = 3                 # x to this power, normalised; 0: x as it is; OA uses 5
-    random_tokens: int = 0         # [OA Sec. 3]; for admm-printed, 0 means 32
+    random_tokens: int = 0         # [OA Sec. 3]
     # [choice] not in OA: they make the problem easier (see experiments/results.md)
-    ridge: float = 3.0             # + e ||x||^2, an elastic net: steadier where tokens are alike
+    ridge: float = 3.0             # e of + e ||x||^2, in mean eigenvalues: also all that l2 has
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
     centre: bool = True            # tokens less their mean, which is most of K^T K and says little
     # model
@@ -280,8 +244,7 @@ class Config:
     dim_feedforward: int = 128     # hidden channels of the feed-forward networks
     dropout: float = 0.0
     num_queries: int = 12          # object queries, several times as many as objects in an image
-    num_classes: int = 0           # from the data
-    classes: list = ()             # their names, from the data
+    num_classes: int = 0           # the data's; no flag
     init: str = ''                 # file with weights to start from: detr-r50, or a ResNet-50
     # losses; matching uses the same weights
     bbox_loss_coef: float = 5.0    # of the L1 distance
@@ -293,8 +256,8 @@ class Config:
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 2000          # optimiser steps
-    batch_size: int = 32           # images in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches per optimiser step
+    batch_size: int = 32           # images per forward pass
+    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
     learning_rate: float = 1e-3    # at its peak
     lr_backbone_ratio: float = 1.0  # the backbone's rate / learning_rate
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
@@ -304,27 +267,28 @@ class Config:
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations, and between checkpoints
-    eval_rows: int = 0             # validation images; 0 for all there are
+    eval_rows: int = 0             # validation images, the first ones; 0 for all there are
     dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
-    # machine: from here on, settings may change when a run is resumed
+    # machine
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
-    threads: int = 1               # CPU threads; 0 for PyTorch's default
+    threads: int = 0               # CPU threads; 0: up to four
     log_interval: int = 50         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; if there is none, start one
+    resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
     # actions
-    folder: str = ''               # detect, --resume: a run's folder; default: the last run's
+    folder: str = ''               # detect, --resume: a run's folder, instead
     images: list = ()              # detect: one or more photos
     threshold: float = 0.5         # detect: lowest score to show
 
     def __post_init__(self):
+        for name in (self.self_attention, self.cross_attention):
+            if name not in ATTENTION:
+                fail(f'attention {name} is not in ATTENTION: run the file that adds it')
         if self.hidden_dim % self.nheads or self.hidden_dim % 4:
             fail(f'--hidden-dim {self.hidden_dim} must be a multiple of 4 and of --nheads')
         if self.self_attention == 'l2':
             fail('--self-attention l2 would give back the query: choose another')
-        if 'printed' in self.variant and self.iterations > 20:
-            fail('--iterations: the printed formulas double their state in each: use at most 20')
 
     @property
     def variant(self):
@@ -332,16 +296,15 @@ class Config:
 
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
-                learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0,
-                threads=0)
-# (2) as OA has it, for its tables and recipe. [choice] 15 iterations; x within 1 % takes 1000.
-# [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
-OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.1, iterations=15,
+                learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0)
+# (2) as OA has it, for its tables and recipe. [choice] rho, and 15 iterations: x within 1 % takes
+# over 1000. [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
+OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.01, iterations=15,
           random_tokens=32)
 PRESETS = {
     'tiny': {},
-    't4': dict(max_iters=6000, eval_interval=500, threads=0),
-    # 1 GiB of memory per image
+    't4': dict(batch_size=16, grad_accum_steps=2, max_iters=6000, eval_interval=500),
+    # 1 GiB of memory per image. [choice] all but the weights and DETR's settings
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
@@ -351,12 +314,9 @@ PRESETS = {
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
                   eval_interval=3696, dtype='float32'),
 }
-# smallest and largest values; where none is given, 0 and no limit
-LOWEST = {**dict.fromkeys(('iterations', 'hidden_dim', 'nheads', 'enc_layers', 'dec_layers',
-                           'dim_feedforward', 'num_queries', 'image_size', 'batch_size',
-                           'grad_accum_steps', 'eval_interval', 'log_interval'), 1),
-          'sparsity': 1e-6, 'rho': 1e-5}  # anything smaller is lost to float32 rounding
-HIGHEST = dict(sparsity=1, dropout=0.99, lr_backbone_ratio=1, min_lr_ratio=1, threshold=1)
+MACHINE = {  # settings that a resumed run may change
+    'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
+    'images', 'threshold'}
 CHOICES = {
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
     'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'), 'stride': (4, 8, 16, 32),
@@ -459,7 +419,7 @@ class MultiheadAttention(nn.Module):
             qkv = [F.linear(x, weight, bias) for x, weight, bias in parts]
         return [x.unflatten(2, (self.config.nheads, -1)).transpose(1, 2) for x in qkv]
 
-    def coefficients(self, q, k, v, padding=None):
+    def attend(self, q, k, v, padding=None):
         """-> coefficients x (B, nh, Q, N) of the tokens, and x^T V (B, nh, Q, hs)."""
         attention = ATTENTION[self.kind]
         over_values = self.config.solve_over == 'value' and attention is not softmax
@@ -479,7 +439,7 @@ class MultiheadAttention(nn.Module):
             dropout = self.config.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
         else:
-            _, y = self.coefficients(q, k, v, padding)
+            _, y = self.attend(q, k, v, padding)
         return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))  # (B, Q, C)
 
 class EncoderLayer(nn.Module):
@@ -545,7 +505,7 @@ class DETR(nn.Module):
 
     def encode(self, images, mask=None):
         """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w)."""
-        x = self.input_proj(self.backbone[0]['body'](images))  # (B, C, h, w)
+        x = self.input_proj(self.backbone[0].body(images))  # (B, C, h, w)
         grid = x.shape[2:]
         padding = x.new_zeros(len(x), *grid, dtype=torch.bool)
         if mask is not None:
@@ -553,20 +513,21 @@ class DETR(nn.Module):
         pos = sine_positions(padding, x.size(1)).to(x.dtype)
         padding = None if mask is None else padding.flatten(1)
         x = x.flatten(2).transpose(1, 2)  # (B, h w, C)
-        for layer in self.transformer.encoder['layers']:
+        for layer in self.transformer.encoder.layers:
             x = layer(x, pos, padding)
         return x, pos, padding, grid
 
     def forward(self, images, mask=None):
         """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> pred_logits (B, Q,
         classes + 1), the last for no-object; pred_boxes (B, Q, 4), centre and size as fractions
-        of the image; aux_outputs, the same from every earlier decoder layer."""
-        memory, pos, padding, _ = self.encode(images, mask)
+        of the image; aux_outputs, the same from every earlier decoder layer; grid (h, w), how the
+        tokens lie."""
+        memory, pos, padding, grid = self.encode(images, mask)
         decoder = self.transformer.decoder
         query_pos = self.query_embed.weight
         x = torch.zeros_like(query_pos).expand(len(images), -1, -1)  # (B, Q, C)
         outs = []
-        for layer in decoder['layers']:
+        for layer in decoder.layers:
             x = layer(x, query_pos, memory, pos, padding)
             outs.append(decoder.norm(x))
         x = torch.stack(outs).to(query_pos.dtype)  # (L, B, Q, C)
@@ -574,7 +535,7 @@ class DETR(nn.Module):
             logits = self.class_embed(x)
             boxes = self.bbox_embed(x).sigmoid()
         *aux, last = [dict(pred_logits=a, pred_boxes=b) for a, b in zip(logits, boxes)]
-        return dict(last, aux_outputs=aux)
+        return dict(last, aux_outputs=aux, grid=grid)
 
 @torch.no_grad()
 def init_weights(model, seed):
@@ -596,10 +557,11 @@ def init_weights(model, seed):
             p.uniform_(-bound, bound, generator=generator)
 
 # ------------------------------------ data ------------------------------------
-# A data set has len, classes, and dataset[row, rng] -> image, target. For training, rng is a NumPy
-# generator, which draws shapes, or the flip and size of a photo; for evaluation it is None.
-# image: (3, H, W), normalised. target: labels (n,); boxes (n, 4), centre and size as fractions of
-# the image; and for AP: annotations in COCO's json form, image_id, orig_size (height, width).
+# A data set has len, classes and, for the image of a row,
+#   example(row, rng=None) -> image, target. For training, rng is a NumPy generator, which draws
+#       shapes, or the flip and size of a photo. image: (3, H, W), normalised
+#   target(row) -> the target alone. It has labels (n,); boxes (n, 4), centre and size as fractions
+#       of the image; and for AP: annotations in COCO's json form, image_id, orig_size (h, w)
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
@@ -608,7 +570,7 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-# which points of its box a shape covers; x (W,) and y (H, 1) are 0 to 1; it must touch all sides
+# Which points (x, y) of its box a shape covers, 0 to 1. A shape must touch all four sides.
 SHAPES = {
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
@@ -631,9 +593,14 @@ class Drawings:
     def __len__(self):
         return self.n
 
-    def __getitem__(self, key):
-        """A fresh drawing or, with rng None, the validation drawing of that row."""
-        row, rng = key
+    def example(self, row, rng=None):
+        """A fresh drawing or, without rng, the validation drawing of that row."""
+        rng = rng or stream('validation', row)
+        target = self.target(row, rng)
+        return self.draw(target, stream('pixels', int(rng.integers(2 ** 32)))), target
+
+    def target(self, row, rng=None):
+        """What a drawing shows."""
         rng = rng or stream('validation', row)
         boxes = []  # centre and size, 0 to 1
         n = rng.integers(1, 5)
@@ -649,15 +616,14 @@ class Drawings:
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
             box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
             annotations.append(dict(image_id=row, category_id=label, bbox=box))
-        image = self.draw(labels, boxes, stream('pixels', int(rng.integers(2 ** 32))))
-        return image, dict(labels=labels, boxes=boxes, annotations=annotations, image_id=row,
-                           orig_size=(self.side, self.side))
+        return dict(labels=labels, boxes=boxes, annotations=annotations, image_id=row,
+                    orig_size=(self.side, self.side))
 
-    def draw(self, labels, boxes, rng):
+    def draw(self, target, rng):
         """-> (3, H, W) float32, normalised."""
         grid = (np.arange(self.side, dtype=np.float32) + 0.5) / self.side
         image = np.full((3, self.side, self.side), rng.uniform(0.2, 0.6), np.float32)  # grey
-        for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
+        for label, (cx, cy, w, h) in zip(target['labels'].tolist(), target['boxes'].tolist()):
             x = (grid - cx) / w + 0.5  # 0 to 1 in the box
             y = ((grid - cy) / h + 0.5)[:, None]
             ink = rng.permutation([0.1, rng.random(), 0.9])
@@ -710,14 +676,15 @@ def are_numbers(*values):
     return all(type(v) in (int, float) for v in values)
 
 class CocoFolder:
-    """Photos and their annotations; row i is the i-th image by id. Each image has `annotations` in
-    the form that COCO's AP needs, and a target's `labels` and `boxes` of what is to be learned:
-    no crowds, and nothing without area."""
+    """Photos and their annotations; row i is the i-th image by id. `annotations` are COCO's, for
+    AP. `labels` and `boxes` are the training targets: no crowds, no empty boxes."""
     def __init__(self, folder, name, image_size):
         self.path = folder / 'annotations' / f'instances_{name}.json'
-        self.photos, self.image_size = folder / name, image_size
+        self.image_size = image_size
         try:
-            content = json.loads(self.path.read_bytes())
+            raw = self.path.read_bytes()
+            self.checksum = zlib.crc32(raw)
+            content = json.loads(raw)
             names = {as_number(x['id']): x['name'] for x in content['categories']}
             for i in names:
                 if type(i) is not int or not 0 <= i < 10 ** 5:
@@ -725,15 +692,19 @@ class CocoFolder:
             # labels are category ids, as in DETR, so some labels belong to no class
             self.classes = [names.get(i, '') for i in range(max(names) + 1)]
             images = {as_number(image['id']): image for image in content['images']}
-            if len(images) < len(content['images']):
-                fail(f'{self.path}: some of its images have the same id')
+            for kind, found in (('categories', names), ('images', images)):
+                if len(found) < len(content[kind]):
+                    fail(f'{self.path}: some of its {kind} have the same id')
             self.images = [images[i] for i in sorted(images)]
             for i, image in images.items():
                 size = [image.get('width'), image.get('height')]
                 if not are_numbers(*size) or not min(size) > 0:
                     fail(f'{self.path}: {image["file_name"]} has the width and height {size}')
-                if not (self.photos / image['file_name']).exists():
-                    fail(f'{self.photos} has no {image["file_name"]}')
+                file = image['file_name'].replace('\\', '/')  # written on Windows
+                places = folder / name / file, folder / file  # some name the folder, too
+                image['path'] = next(filter(Path.exists, places), None)
+                if not image['path']:
+                    fail(f'{folder / name} has no {file}')
                 image.update(id=i, annotations=[], labels=[], boxes=[])
             self.add_annotations(content['annotations'], images, names)
         except (OSError, KeyError, TypeError, ValueError) as error:
@@ -741,7 +712,7 @@ class CocoFolder:
 
     def add_annotations(self, annotations, images, names):
         """Hand each annotation to its image; refuse those that cannot be used."""
-        beyond = empty = largest = 0
+        beyond = empty = flat = largest = 0
         for annotation in annotations:
             i = annotation['image_id'] = as_number(annotation['image_id'])
             label = annotation['category_id'] = as_number(annotation['category_id'])
@@ -757,6 +728,7 @@ class CocoFolder:
             if not (left <= W and top <= H and right >= 0 and bottom >= 0):  # nan is not, either
                 fail(f'{its} bbox {bbox} is outside its photo of {W} x {H} pixels')
             beyond += min(left, top, W - right, H - bottom) < -1  # by more than a pixel
+            flat += not annotation.get('area')
             largest = max(largest, *bbox)
             left, right = max(left / W, 0), min(right / W, 1)  # cut off at the edges
             top, bottom = max(top / H, 0), min(bottom / H, 1)
@@ -772,39 +744,46 @@ class CocoFolder:
         if beyond > max(10, len(annotations) / 2):
             fail(f'{self.path}: {beyond} of {len(annotations)} boxes reach beyond their photos: '
                  'they must be left, top, width, height, not two corners')
-        if beyond or empty:
-            print(f'note    {self.path}: of {len(annotations)} boxes {beyond} are cut off at the '
-                  f'edge of their photo, and {empty} without area are left out')
+        for n, what in ((beyond, 'are cut off at the edge of their photo'),
+                        (empty, 'have no width or height and are left out'),
+                        (flat, 'have no area: width x height is taken')):
+            if n:
+                print(f'note    {self.path}: of {len(annotations)} boxes {n} {what}')
 
     def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, key):
-        """A photo or, with a generator, what DETR's random flip and size make of it."""
-        row, rng = key
+    def target(self, row, flip=False):
+        """The objects of a photo."""
         info = self.images[row]
-        size = info['width'], info['height']
+        boxes = torch.tensor(info['boxes'], dtype=torch.float64).view(-1, 4)
+        if flip:
+            boxes[:, 0] = 1 - boxes[:, 0]
+        return dict(labels=torch.tensor(info['labels'], dtype=torch.long), boxes=boxes.float(),
+                    annotations=info['annotations'], image_id=info['id'],
+                    orig_size=(info['height'], info['width']))
+
+    def example(self, row, rng=None):
+        """A photo or, with rng, what DETR's random flip and size make of it."""
+        info = self.images[row]
         flip, share = False, 1.0
         if rng:
             # [deviation] DETR first crops half of the photos, at random: left out for brevity
             flip = rng.random() < 0.5
             share = rng.integers(15, 26) / 25  # 480, 512, ..., 800 of 800
-        photo = read_photo(self.photos / info['file_name'], size)
+        photo = read_photo(info['path'], (info['width'], info['height']))
         image = to_tensor(photo, self.image_size, share)
-        labels = torch.tensor(info['labels'], dtype=torch.long)
-        boxes = torch.tensor(info['boxes'], dtype=torch.float64).view(-1, 4)
-        if flip:
-            image = image.flip(2)
-            boxes[:, 0] = 1 - boxes[:, 0]
-        return image, dict(labels=labels, boxes=boxes.float(), annotations=info['annotations'],
-                           image_id=info['id'], orig_size=size[::-1])
+        return image.flip(2) if flip else image, self.target(row, flip)
 
 def load_data(c):
     """-> train and val: Drawings, or CocoFolders of a folder with photos in train2017/, val2017/
-    and annotations/instances_train2017.json, ... With a single split, every tenth photo is val."""
+    and annotations/instances_train2017.json, ... With a single split, every tenth photo is val.
+    And facts, by which a run knows its data again; it also has the names of the classes there."""
     if c.data == 'builtin':
+        train, val = Drawings(10 ** 6, c.image_size), Drawings(200, c.image_size)
+        facts = dict(classes=train.classes, train=len(train), val=len(val))
         return SimpleNamespace(
-            train=Drawings(10 ** 6, c.image_size), val=Drawings(200, c.image_size),
+            train=train, val=val, classes=train.classes, facts=facts,
             about='drawn shapes, always new; expect AP near 0 for the first 500 steps or more')
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     names = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
@@ -820,20 +799,28 @@ def load_data(c):
         del train.images[::10]
     if train.classes != val.classes:
         fail(f'--data {c.data}: the two files of annotations differ in their categories')
-    for split in train, val:
-        if not any(image['labels'] for image in split.images):
-            fail(f'{split.path} has no object to find')
-        split[0, None]  # a photo that does not fit is refused before the run has a folder
+    shown = []  # the labels of each split
+    for split, n in (train, len(train)), (val, c.eval_rows or len(val)):
+        shown.append({label for image in split.images[:n] for label in image['labels']})
+        if not shown[-1]:
+            fail(f'{split.path} has no object to find in its first {n} photos')
+        split.example(0)  # a photo that does not fit is refused before the run has a folder
+    if shown[1] - shown[0]:
+        print(f'note    {val.path} shows what train lacks and no model can learn: '
+              f'{", ".join(val.classes[label] for label in sorted(shown[1] - shown[0]))}')
     most = max(len(image['labels']) for image in train.images + val.images)
     about = (f'{folder}, {len(train):,} photos, {len(val):,} held out; up to {most} objects in '
              f'one, to be found by --num-queries {c.num_queries}')
-    return SimpleNamespace(train=train, val=val, about=about)
+    facts = dict(classes=train.classes, train=len(train), val=len(val), checksum=train.checksum,
+                 val_checksum=val.checksum, first=train.images[0]['file_name'],
+                 last=train.images[-1]['file_name'])
+    return SimpleNamespace(train=train, val=val, classes=train.classes, facts=facts, about=about)
 
 # --------------------------- matching, losses, average precision ---------------------------
 def assign(cost):
-    """cost (n, m) -> rows, columns of the cheapest assignment. Rows get their columns one after
-    another. A row may take a column from its owner, which then takes another, and so on, until one
-    ends in a free column: the cheapest such chain of changes is found by Bellman-Ford."""
+    """cost (n, m) -> rows, columns of the cheapest assignment. Rows are assigned one at a time. To
+    make room, a row may push an owner to another column, and so on; Bellman-Ford finds the cheapest
+    such chain."""
     n, m = cost.shape
     if n > m:
         columns, rows = assign(cost.T)
@@ -903,21 +890,15 @@ def match_batch(logits, boxes, labels, true_boxes, counts, c):
         first += n
     return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
-def normalisers(counts, c, device):
-    """What the losses are divided by: the sum of class weights (1, but eos_coef for no-object) and
-    the number of objects, both averaged over the processes. counts: objects of each image."""
-    matched = sum(min(n, c.num_queries) for n in counts)
-    others = len(counts) * c.num_queries - matched
-    sums = torch.tensor([matched + c.eos_coef * others, sum(counts)], dtype=torch.float64)
-    if WORLD > 1:
-        sums = sums.to(device)
-        dist.all_reduce(sums)
-    weight_sum, num_boxes = sums.tolist()
-    return weight_sum / WORLD, max(1.0, num_boxes) / WORLD
-
 def set_loss(outputs, targets, c):
-    """DETR's loss: cross-entropy, L1 distance and GIoU, summed over the decoder layers."""
-    layers = [outputs, *outputs['aux_outputs']]
+    """DETR's losses -> a dict: `loss`, the weighted sum of cross-entropy, L1 distance and GIoU over
+    all decoder layers; loss_ce, loss_bbox and loss_giou, unweighted, of the last layer; and its
+    class_error, the % of matched queries whose class is wrong.
+
+    [deviation] Each micro-batch is divided by its own objects and class weights: 2 x 16 images are
+    not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes.
+    """
+    layers = [outputs, *outputs['aux_outputs']]  # the last one first
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
     labels = torch.cat([target['labels'] for target in targets])  # (T,)
@@ -929,13 +910,24 @@ def set_loss(outputs, targets, c):
     classes = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
     classes[places] = labels[truth]
     weight = torch.where(classes == no_object, c.eos_coef, 1.0)
-    entropy = F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
+    entropy = weight * F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
     boxes, true_boxes = boxes[places], true_boxes[truth]  # (pairs, 4)
-    weight_sum, num_boxes = normalisers(counts, c, boxes.device)
-    loss_ce = (weight * entropy).sum() / weight_sum
-    loss_bbox = (boxes - true_boxes).abs().sum() / num_boxes
-    loss_giou = (1 - generalised_iou(boxes, true_boxes)).sum() / num_boxes
-    return loss_ce + c.bbox_loss_coef * loss_bbox + c.giou_loss_coef * loss_giou
+    distance = (boxes - true_boxes).abs()  # (pairs, 4)
+    gap = 1 - generalised_iou(boxes, true_boxes)  # (pairs,)
+
+    # divisors: the summed class weights (1, or eos_coef for no-object), the number of objects
+    matched = sum(min(n, c.num_queries) for n in counts)
+    weights = matched + c.eos_coef * (len(counts) * c.num_queries - matched)
+    objects = max(1, sum(counts))
+    loss = (entropy.sum() / weights + c.bbox_loss_coef * (distance.sum() / objects)
+            + c.giou_loss_coef * (gap.sum() / objects))
+    with torch.no_grad():  # the rest is only looked at
+        last = layer == 0  # (pairs,)
+        right = (logits[places].argmax(-1) == labels[truth]) & last
+        return dict(loss=loss, loss_ce=entropy[0].sum() / weights,
+                    loss_bbox=(distance.sum(-1) * last).sum() / objects,
+                    loss_giou=(gap * last).sum() / objects,
+                    class_error=100 * (1 - right.sum() / max(1, matched)))
 
 @torch.no_grad()
 def post_process(outputs, targets):
@@ -957,18 +949,72 @@ IOUS = np.linspace(0.5, 0.95, 10)  # a box is right if it has this IoU with an o
 PRECISIONS = ('AP', 'AP50', 'AP75', 'APs', 'APm', 'APl')  # of the twelve numbers, what we log
 AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]  # of all, small, ...
 
+def iou(one, true):
+    """IoU of two boxes or, where the second is a crowd, the share of the first inside it."""
+    x, y, w, h = one['bbox']
+    X, Y, W, H = true['bbox']
+    width = max(0, min(x + w, X + W) - max(x, X))
+    height = max(0, min(y + h, Y + H) - max(y, Y))
+    intersection = width * height
+    union = w * h if true['iscrowd'] else w * h + W * H - intersection
+    return intersection / max(union, 1e-99)
+
+def compare_boxes(truth, detections):
+    """-> {category: [(rank, area, ious), ...]}, the highest-scoring detection first: its rank in
+    its image, where 100 are kept; its area; its IoU with each true box there, {index: IoU}."""
+    indices = defaultdict(list)  # of true boxes in truth, by category and image
+    for i, true in enumerate(truth):
+        indices[true['category_id'], true['image_id']].append(i)
+    compared, ranks = defaultdict(list), defaultdict(int)
+    for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
+        place = one['category_id'], one['image_id']
+        if ranks[place] < 100:
+            _, _, w, h = one['bbox']
+            ious = {i: iou(one, truth[i]) for i in indices[place]}
+            compared[one['category_id']].append((ranks[place], w * h, ious))
+        ranks[place] += 1
+    return compared
+
+def right_or_wrong(compared, truth, counts, threshold, low, high):
+    """compared: detections of one category, the highest-scoring first; counts: which annotations
+    count -> (rank, correct) of each detection that counts. It is correct if it claims an unclaimed
+    annotation."""
+    claimed, verdicts = set(), []
+    for rank, area, ious in compared:
+        candidates = [i for i, share in ious.items() if share >= threshold and i not in claimed]
+        it_counts = low <= area <= high
+        if candidates:  # annotations that count come first, then the highest IoU, then the last one
+            best = max(candidates, key=lambda i: (counts[i], ious[i], i))
+            it_counts = counts[best]
+            if not truth[best]['iscrowd']:  # many boxes may match a crowd
+                claimed.add(best)
+        if it_counts:
+            verdicts.append((rank, bool(candidates)))
+    return np.array(verdicts, dtype=int).reshape(-1, 2).T
+
+def average_precision(correct, wanted):
+    """correct: of each detection, the highest-scoring first; wanted: how many objects there are
+    -> the mean precision at 101 recalls from 0 to 1."""
+    hits = correct.cumsum()
+    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))
+    precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
+    reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
+    return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
+
 def coco_ap(ground_truth, detections):
     """COCO's twelve numbers, nan where there is nothing to find; arguments are in COCO's json form.
 
     ground_truth: {annotations: [{image_id, category_id, bbox, area, iscrowd}]}; detections:
-    [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. pycocotools
-    gives the same, but -1 for nan, and never matches annotation id 0.
+    [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. Without area,
+    or where it is 0, it is width x height. pycocotools gives the same, but -1 for nan, and never
+    matches annotation id 0.
     """
     truth = []
     for true in ground_truth['annotations']:
         _, _, w, h = true['bbox']
-        truth.append({'area': w * h, 'iscrowd': 0, **true})
-    found = compare_boxes(truth, detections)
+        truth.append({**true, 'area': true.get('area') or w * h,
+                      'iscrowd': true.get('iscrowd') or 0})
+    compared = compare_boxes(truth, detections)
     categories = sorted({true['category_id'] for true in truth})
     scores = np.full((4, len(AREAS), len(IOUS), len(categories)), np.nan)
     for a, (low, high) in enumerate(AREAS):
@@ -977,9 +1023,10 @@ def coco_ap(ground_truth, detections):
         for category, n in wanted.items():
             k = categories.index(category)
             for t, threshold in enumerate(IOUS):
-                rank, right = right_or_wrong(found[category], truth, counts, threshold, low, high)
-                recalls = [right[rank < most].sum() / n for most in (1, 10, 100)]
-                scores[:, a, t, k] = [average_precision(right, n), *recalls]
+                rank, correct = right_or_wrong(
+                    compared[category], truth, counts, threshold, low, high)
+                recalls = [correct[rank < most].sum() / n for most in (1, 10, 100)]
+                scores[:, a, t, k] = [average_precision(correct, n), *recalls]
     AP, AR1, AR10, AR100 = scores  # each (areas, IoUs, categories)
     figures = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3],
                    AR1=AR1[0], AR10=AR10[0], AR100=AR100[0],
@@ -988,66 +1035,14 @@ def coco_ap(ground_truth, detections):
         figures[name] = math.nan if np.isnan(x).all() else float(np.nanmean(x))
     return figures
 
-def compare_boxes(truth, detections):
-    """-> {category: [(rank, area, ious), ...]}, the surest detection first: its rank in its image,
-    where 100 are kept; its area; and its IoU with each true box there, {index in truth: IoU}."""
-    indices = defaultdict(list)  # of true boxes in truth, by category and image
-    for i, true in enumerate(truth):
-        indices[true['category_id'], true['image_id']].append(i)
-    found, ranks = defaultdict(list), defaultdict(int)
-    for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
-        place = one['category_id'], one['image_id']
-        if ranks[place] < 100:
-            _, _, w, h = one['bbox']
-            ious = {i: iou(one, truth[i]) for i in indices[place]}
-            found[one['category_id']].append((ranks[place], w * h, ious))
-        ranks[place] += 1
-    return found
-
-def iou(found, true):
-    """IoU of two boxes or, where the second is a crowd, the share of the first inside it."""
-    x, y, w, h = found['bbox']
-    X, Y, W, H = true['bbox']
-    width = max(0, min(x + w, X + W) - max(x, X))
-    height = max(0, min(y + h, Y + H) - max(y, Y))
-    intersection = width * height
-    union = w * h if true['iscrowd'] else w * h + W * H - intersection
-    return intersection / max(union, 1e-99)
-
-def right_or_wrong(found, truth, counts, threshold, low, high):
-    """Detections of one category, the surest first -> of those that count, their ranks and whether
-    each is right: whether it has an annotation to itself. counts: which annotations count."""
-    taken, verdicts = set(), []
-    for rank, area, ious in found:
-        fits = [i for i, share in ious.items() if share >= threshold and i not in taken]
-        it_counts = low <= area <= high
-        if fits:  # annotations that count come first, then the highest IoU, then the last one
-            best = max(fits, key=lambda i: (counts[i], ious[i], i))
-            it_counts = counts[best]
-            if not truth[best]['iscrowd']:  # many boxes may match a crowd
-                taken.add(best)
-        if it_counts:
-            verdicts.append((rank, bool(fits)))
-    return np.array(verdicts, dtype=int).reshape(-1, 2).T
-
-def average_precision(right, wanted):
-    """right: detections, the surest first, True where right; wanted: how many objects there are
-    -> the mean precision at 101 recalls from 0 to 1."""
-    hits = right.cumsum()
-    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))
-    precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
-    reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
-    return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
-
 # ------------------------------------ training ------------------------------------
+def classes_of(data):
+    """Names of the classes of data; of your own, its training data know them."""
+    return data.classes if hasattr(data, 'classes') else data.train.classes
+
 def make_model(c, data):
-    """A model on the CPU. data completes c, and is None if c comes from a saved model."""
-    if data:
-        c = replace(c, num_classes=len(data.train.classes), classes=data.train.classes)
-    model = DETR(c)
-    if c.init and data and not c.resume:
-        load_weights(model, c.init)
-    return model
+    """A model on the CPU for the classes of data, which may be what a saved run knows of it."""
+    return DETR(replace(c, num_classes=len(classes_of(data))))
 
 def load_weights(model, path):
     """Start from a checkpoint of this script, of DETR or of torchvision's ResNet-50. Attention,
@@ -1079,11 +1074,12 @@ def make_optimizer(model, c):
 READERS = ThreadPoolExecutor()
 
 def load_batch(dataset, keys, device):
-    """-> images (B, 3, H, W), zero-padded at the right and bottom if they differ in size; mask
-    (B, H, W), True on these zeros, or None if there are none; targets."""
+    """keys: arguments of dataset.example -> images (B, 3, H, W), zero-padded at the right and
+    bottom if they differ in size; mask (B, H, W), True on these zeros, or None if there are none;
+    targets."""
     # photos are decoded in parallel; drawing in threads is slower
     read = READERS.map if isinstance(dataset, CocoFolder) else map
-    images, targets = zip(*read(dataset.__getitem__, keys))
+    images, targets = zip(*read(dataset.example, *zip(*keys)))
     _, H, W = np.max([x.shape for x in images], axis=0)
     batch = torch.zeros(len(images), 3, H, W)
     mask = torch.ones(len(images), H, W, dtype=torch.bool)
@@ -1101,12 +1097,10 @@ def shuffled(seed, epoch, n):
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro, device):
-    """This process's images of micro-batch `micro`. They depend on seed and step alone: every
-    variant sees the same ones, and a resumed run those of an uninterrupted one."""
+    """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = c.batch_size * c.grad_accum_steps  # images in a step
-    first = micro * c.batch_size
     keys = []
-    for i in range(first + RANK, first + c.batch_size, WORLD):
+    for i in range(micro * c.batch_size, (micro + 1) * c.batch_size):
         epoch, place = divmod(step * n + i, len(data.train))
         row = int(shuffled(c.seed, epoch, len(data.train))[place])
         keys.append((row, stream('train', c.seed, step, i)))
@@ -1114,23 +1108,25 @@ def get_batch(data, c, step, micro, device):
 
 def loss_of(model, batch, c):
     images, mask, targets = batch
-    return set_loss(model(images, mask), targets, c)
+    return set_loss(model(images, mask), targets, c)['loss']
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss and average precision on validation images."""
+    """Losses, the parts of the last decoder layer's by DETR's names, and average precision on
+    validation images."""
     n = min(len(data.val), c.eval_rows or len(data.val))
-    loss, truth, found = 0.0, [], []
+    means, truth, detections = Counter(), [], []
     for first in range(0, n, c.batch_size):
         keys = [(row, None) for row in range(first, min(first + c.batch_size, n))]
         images, mask, targets = load_batch(data.val, keys, device)
         outputs = model(images, mask)
-        loss += len(targets) / n * set_loss(outputs, targets, c).item()
+        for name, x in set_loss(outputs, targets, c).items():
+            means[name] += len(targets) / n * x.item()
         for target in targets:
             truth += target['annotations']
-        found += post_process(outputs, targets)
-    figures = coco_ap(dict(annotations=truth), found)
-    return dict(val_loss=loss, **{name: figures[name] for name in PRECISIONS})
+        detections += post_process(outputs, targets)
+    figures = coco_ap(dict(annotations=truth), detections)
+    return dict(val_loss=means.pop('loss'), **means, **{name: figures[name] for name in PRECISIONS})
 
 def learning_rate(step, c, ratio=1.0):
     """The rate of a step, counted from 0: it rises linearly, then falls. ratio scales it all."""
@@ -1146,22 +1142,24 @@ def learning_rate(step, c, ratio=1.0):
     return c.learning_rate * ratio * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping."""
+    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
+    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
         with autocast:
-            loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
+            loss = loss_of(net, batch, c) / c.grad_accum_steps
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sum over the processes
+    if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
+    skipped = not norm.isfinite() and scaler.get_scale() > 1
+    scaler.step(optimizer)
     scaler.update()
-    return total.item(), norm.item()
+    return total.item(), 0.0 if skipped else norm.item()
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
@@ -1170,38 +1168,41 @@ def train(c, folder=None, data=None):
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
     model = make_model(c, data).to(device)
+    if c.init and not c.resume:
+        load_weights(model, c.init)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
     net = torch.compile(model) if c.compile else model
     start, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
-        model.load_state_dict(saved['model'])
-        # only its moments: weight decay and the like are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
-        if saved['scaler']:  # it was trained in float16
-            scaler.load_state_dict(saved['scaler'])
-        start, seconds, log, losses = saved['progress']
+        start, seconds, log, losses = resume_run(c, model, optimizer, scaler, data)
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "your own")}\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
+    batches = prefetch(lambda step: [get_batch(data, c, step, micro, device)
+                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
+                       range(start, c.max_iters))
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
-                         scaler=scaler.state_dict(), config=asdict(model.config),
-                         progress=(step, seconds, log, losses))
-            save(folder, 'ckpt.pt', state)
+            weights = dict(model=model.state_dict(), config=asdict(model.config),
+                           data=getattr(data, 'facts', dict(classes=classes_of(data))))
+            save(folder, 'ckpt.pt', dict(
+                weights, optimizer=optimizer.state_dict()['state'], scaler=scaler.state_dict(),
+                progress=(step, seconds, log, losses)))
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
+            if math.isnan(row['val_loss'] + row['AP']):
+                raise FloatingPointError(f'validation loss {row["val_loss"]:g}, AP {row["AP"]:g} '
+                                         f'at step {step}: try a lower --learning-rate, or check '
+                                         'any formula you edited')
             log, losses = [*log, row], []
-            best = max(past['AP'] for past in log)  # this row included
-            if row['AP'] >= best or math.isnan(best):
-                save(folder, 'best.pt', state)
+            if row['AP'] == max(past['AP'] for past in log):
+                save(folder, 'best.pt', weights)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
@@ -1212,11 +1213,8 @@ def train(c, folder=None, data=None):
         torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c, group['ratio'])
-        batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
-        loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16, a step that overflows is skipped and halves the scale, down to 1
-        overflow = not math.isfinite(norm) and scaler.get_scale() > 1
-        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        loss, norm = train_step(net.train(), next(batches), c, optimizer, scaler, autocast)
+        if not math.isfinite(loss + norm):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
@@ -1232,51 +1230,49 @@ def train(c, folder=None, data=None):
 # ------------------------------------ report, detect ------------------------------------
 @torch.no_grad()
 def find(model, image, target, threshold):
-    """-> what a model finds in an image (3, H, W), the surest first, as post_process has it; and a
-    map (H, W), 0 to 1, of where the surest query looks in the last decoder layer.  [OA Fig. 1]"""
+    """-> what a model finds in an image (3, H, W), the highest-scoring first, as post_process has
+    it; and an attention map (H, W), 0 to 1: where the highest-scoring query looks in the last
+    decoder layer.  [OA Fig. 1]"""
     images = image[None].to(model.query_embed.weight.device)  # (1, 3, H, W)
-    attn = model.transformer.decoder['layers'][-1].multihead_attn
+    attn = model.transformer.decoder.layers[-1].multihead_attn
     calls = []  # what the layer's attention is called with: q, k, v, padding
     hook = attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
-    found = post_process(model(images), [target])  # one for each query
+    outputs = model(images)
     hook.remove()
     q, k, v, _ = calls[0]
-    x, _ = attn.coefficients(*attn.heads(q, k, v))  # (1, nh, Q, N)
-    surest = np.argmax([one['score'] for one in found])
-    _, _, _, grid = model.encode(images)
-    light = x[0, :, surest].abs().mean(0).view(1, 1, *grid)  # (1, 1, h, w): the mean of the heads
-    light = F.interpolate(light, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
-    found = [one for one in found if one['score'] >= threshold]
-    found.sort(key=lambda one: one['score'], reverse=True)
-    return found, light / light.max().clip(1e-12)
+    x, _ = attn.attend(*attn.heads(q, k, v))  # (1, nh, Q, N)
+    detections = post_process(outputs, [target])  # one for each query
+    highest = np.argmax([one['score'] for one in detections])
+    seen = x[0, :, highest].abs().mean(0).view(1, 1, *outputs['grid'])  # the mean of the heads
+    attention_map = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
+    detections = [one for one in detections if one['score'] >= threshold]
+    detections.sort(key=lambda one: one['score'], reverse=True)
+    return detections, attention_map / attention_map.max().clip(1e-12)
 
 def draw_found(path, examples, answers, classes):
-    """Draw what is found in images and, below each, where its surest query looks.
+    """Draw what is found in images and, below each, where its highest-scoring query looks.
     examples: [(image, target), ...]; answers: what `find` returns for each."""
-    try:
-        from matplotlib.figure import Figure
+    def paint(figure):
         from matplotlib.patches import Rectangle
-    except ImportError:
-        return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
-    picture = Figure(figsize=(4 * len(examples), 8), layout='constrained')
-    axes = picture.subplots(2, len(examples), squeeze=False)
-    axes[1, 0].set_title('where the surest query looks')
-    for (above, below), (image, target), (found, light) in zip(axes.T, examples, answers):
-        height, width = target['orig_size']
-        pixels = (image.numpy() * STD + MEAN).clip(0, 1).transpose(1, 2, 0)  # (H, W, 3)
-        lit = pixels * (0.25 + 0.75 * light[..., None])
-        for axis, shown, boxes in (above, pixels, found), (below, lit, found[:1]):
-            axis.imshow(shown, extent=(0, width, height, 0))
-            axis.autoscale(False)  # boxes may reach beyond the image
-            axis.axis('off')
-            for one in reversed(boxes):  # the surest on top
-                x, y, w, h = one['bbox']
-                label = one['category_id']
-                colour = f'C{label % 10}'
-                axis.add_patch(Rectangle((x, y), w, h, color=colour, fill=False, linewidth=1.5))
-                axis.text(x, y, f'{classes[label]} {one["score"]:.2f}', color='white', fontsize=8,
-                          bbox=dict(color=colour, pad=1))
-    picture.savefig(path)
+        axes = figure.subplots(2, len(examples), squeeze=False)
+        axes[1, 0].set_title('where the highest-scoring query looks')
+        for (above, below), (image, target), (detections, attention_map) in zip(
+                axes.T, examples, answers):
+            height, width = target['orig_size']
+            pixels = (image.numpy() * STD + MEAN).clip(0, 1).transpose(1, 2, 0)  # (H, W, 3)
+            lit = pixels * (0.25 + 0.75 * attention_map[..., None])
+            for axis, shown, boxes in (above, pixels, detections), (below, lit, detections[:1]):
+                axis.imshow(shown, extent=(0, width, height, 0))
+                axis.autoscale(False)  # boxes may reach beyond the image
+                axis.axis('off')
+                for one in reversed(boxes):  # the highest-scoring on top
+                    x, y, w, h = one['bbox']
+                    label = one['category_id']
+                    colour = f'C{label % 10}'
+                    axis.add_patch(Rectangle((x, y), w, h, color=colour, fill=False, lw=1.5))
+                    axis.text(x, y, f'{classes[label]} {one["score"]:.2f}', color='white',
+                              fontsize=8, parse_math=False, bbox=dict(color=colour, pad=1))
+    picture(path, paint, figsize=(4 * len(examples), 8))
 
 def chance(targets):
     """A baseline: the AP of answering each image with the objects of another."""
@@ -1288,49 +1284,53 @@ def chance(targets):
     return coco_ap(dict(annotations=truth), guesses)
 
 def report(c, model, log, folder, data):
-    """The result beside a baseline's, as text; and pictures of the run and of what it finds."""
-    draw(folder / 'curves.png', {c.variant: log}, [
-        ('training loss', 'loss'), ('validation loss', 'val_loss'),
-        ('AP, dashed: AP50', 'AP', 'AP50')])
+    """Print the result beside a baseline's; draw the run and what it finds in four images."""
     n = min(len(data.val), c.eval_rows or 200)
-    examples = [data.val[row, None] for row in range(n)]
-    answers = [find(model, image, target, c.threshold) for image, target in examples[:4]]
-    draw_found(folder / 'detections.png', examples[:4], answers, model.config.classes)
-    guess = chance([target for _, target in examples])
-    last = log[-1]
+    guess = chance([data.val.target(row) for row in range(n)])
+    print(f'\nresult  AP {log[-1]["AP"]:.3f}, AP50 {log[-1]["AP50"]:.3f}; '
+          f"another image's objects get {guess['AP']:.3f}, {guess['AP50']:.3f}")
+    draw(folder / 'curves.png', {c.variant: log}, [
+        ('loss: training, dashed: validation', 'loss', 'val_loss'),
+        ('validation: loss_ce', 'loss_ce'), ('class_error (%)', 'class_error'),
+        ('loss_bbox, dashed: loss_giou', 'loss_bbox', 'loss_giou'),
+        ('AP, dashed: AP50', 'AP', 'AP50')])
+    examples = [data.val.example(row) for row in range(min(n, 4))]
+    answers = [find(model, image, target, c.threshold) for image, target in examples]
+    draw_found(folder / 'detections.png', examples, answers, data.classes)
     other = 'softmax' if c.cross_attention != 'softmax' else 'admm'
-    return (f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f}; '
-            f"another image's objects get {guess['AP']:.3f}, {guess['AP50']:.3f}\n"
-            f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-            f'next    compare with --cross-attention {other}, or: '
-            f'python {PROGRAM} detect --folder {folder} --images PHOTO')
+    files_and_next(c, folder, 'cross_attention', [other, c.cross_attention],
+                   'detect --images PHOTO')
 
 def detect(c):
     """Boxes around what a run finds in photos -> {photo: [dict of category_id, score, bbox]}."""
     if not c.images:
         fail('detect needs --images PHOTO ...')
-    config, model = load_run(c)
-    print('classes', ', '.join(name for name in config.classes if name))
+    model, data = load_run(c)
+    print('classes', ', '.join(name for name in data.classes if name))
     answers = {}
     for i, path in enumerate(c.images, 1):
-        photo = read_photo(path)
-        image = to_tensor(photo, config.image_size)
+        try:
+            photo = read_photo(path)
+        except OSError as error:
+            print(f'note    {error}')
+            continue
+        image = to_tensor(photo, model.config.image_size)
         target = dict(image_id=path, orig_size=photo.size[::-1])
-        found, light = find(model, image, target, c.threshold)
-        print(f'{path}: {len(found)} above --threshold {c.threshold}; '
+        detections, attention_map = find(model, image, target, c.threshold)
+        print(f'{path}: {len(detections)} above --threshold {c.threshold}; '
               'score, class, left, top, width, height in pixels')
-        for one in found:
-            name, box = config.classes[one['category_id']], one['bbox']
+        for one in detections:
+            name, box = data.classes[one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{v:7.0f}' for v in box))
-        picture = last_folder(c.folder, c.out_dir) / f'found-{i}-{Path(path).stem}.png'
-        draw_found(picture, [(image, target)], [(found, light)], config.classes)
-        answers[path] = found
+        draw_found(Path(c.folder, f'found-{i}-{Path(path).stem}.png'), [(image, target)],
+                   [(detections, attention_map)], data.classes)
+        answers[path] = detections
+    if not answers:
+        fail(f'none of these could be read as a photo: {", ".join(c.images)}')
     return answers
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
@@ -1339,23 +1339,32 @@ def pick_device(c):
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     if name == 'cuda':
-        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-    if name.startswith('cuda'):
-        if not torch.cuda.is_available():
-            fail(f'--device {c.device}: PyTorch finds no CUDA device here')
-        torch.cuda.set_device(name)
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0) if WORLD > 1 else 0}'
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):
+        fail(f'--device {c.device}: PyTorch finds none here (names are cpu, cuda, cuda:1, mps)')
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    if c.dtype != 'auto':
-        dtype = c.dtype
-    if c.threads:
-        torch.set_num_threads(c.threads)
-    return torch.device(name), getattr(torch, dtype)
+    torch.set_num_threads(c.threads or min(4, os.cpu_count()))
+    return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
     """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
-    return autocast, scaler
+    return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+def prefetch(make, steps):
+    """Yield make(step) for each step. A thread makes the next while the caller works."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = None
+        for step in steps:
+            ready, coming = coming, thread.submit(make, step)
+            if ready:
+                yield ready.result()
+        if coming:
+            yield coming.result()
 
 def count(model):
     """Number of trainable parameters."""
@@ -1370,32 +1379,46 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
+        torch.save(dict(state, script=SCRIPT), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, foreign=False):
-    """A checkpoint of this script or, if foreign, of any program. Nothing in the file is run."""
+def load_checkpoint(path, own=False):
+    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
     try:
         if str(path).endswith('.safetensors'):
-            from safetensors.torch import load_file
-            return load_file(path)
-        saved = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # no such file, no safetensors, or any of PyTorch's half a dozen
+            return read_safetensors(Path(path).read_bytes())
+        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # no such file, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        fail(f'{path} cannot be read: {" ".join(str(error).split())[:150]}')
-    if not foreign and saved.get('script') != SCRIPT:
+        if not Path(path).is_file():
+            fail(f'{path}: there is no such file')
+        fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
+    if own and saved.get('script') != SCRIPT:
         fail(f'{path} is not a checkpoint of {SCRIPT}.py')
     return saved
 
+def read_safetensors(raw):
+    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
+    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
+    start = 8 + int.from_bytes(raw[:8], 'little')
+    tensors = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        if name != '__metadata__':
+            first, last = entry['data_offsets']
+            data = bytearray(raw[start + first:start + last])
+            tensors[name] = torch.frombuffer(data, dtype=kinds[entry['dtype']]).view(entry['shape'])
+    return tensors
+
 def read_weights(path, **settings):
     """{name: tensor} from a checkpoint, ours or another program's, without the prefixes that
-    wrappers add. `settings`, such as n_head=4, do not show in shapes: the file must agree."""
-    saved = load_checkpoint(path, foreign=True)
-    theirs = saved.get('config', saved.get('model_args', {}))  # ours, nanoGPT's
+    wrappers add. Shapes do not show the number of heads: pass n_head=... to check it."""
+    saved = load_checkpoint(path)
+    theirs = saved.get('model_args') or saved.get('config') or {}  # nanoGPT's, ours
     for name, value in settings.items():
         if theirs.get(name, value) != value:
             fail(f'{path} has {name} {theirs[name]}, not {value}: '
@@ -1409,98 +1432,156 @@ def read_weights(path, **settings):
 def write_log(folder, log):
     """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
-        with open(Path(folder, 'log.csv'), 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
-            writer.writeheader()
-            writer.writerows(log)
+        try:
+            with open(Path(folder, 'log.csv'), 'w', newline='') as file:
+                writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+                writer.writeheader()
+                writer.writerows(log)
+        except PermissionError as error:  # Excel has it open, say
+            print(f'note    {error}: its rows follow with the next evaluation')
+
+def picture(path, paint, **size):
+    """Save what paint(figure) draws. Without matplotlib, or if it fails, print a note."""
+    try:
+        from matplotlib.figure import Figure
+        figure = Figure(layout='tight', **size)
+        paint(figure)
+        figure.savefig(path)
+    except Exception as error:  # a font, or matplotlib's own imports
+        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
     or (title, figure, second figure, which is dashed)."""
-    try:
+    def paint(figure):
         from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
-    colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
-    picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
-    for i, (title, *names) in enumerate(panels, 1):
-        axis = picture.add_subplot(1, len(panels), i, xlabel='step', title=title)
-        for (label, log), colour in zip(logs.items(), colours):
-            for name, line in zip(names, ('.-', '.--')):
-                rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
-                axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
-                          color=colour, label=label)
-                label = None  # once in the legend
-        axis.grid(alpha=0.3)
-    axis.legend()
-    picture.savefig(path)
+        colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
+        for i, (title, *names) in enumerate(panels, 1):
+            axis = figure.add_subplot(1, len(panels), i, xlabel='step', title=title)
+            for (label, log), colour in zip(logs.items(), colours):
+                for name, line in zip(names, ('.-', '.--')):
+                    rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
+                    axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
+                              color=colour, label=label)
+                    label = None  # once in the legend
+            axis.grid(alpha=0.3)
+        axis.legend()
+    picture(path, paint, figsize=(5 * len(panels), 4))
 
 def new_folder(c, where=SCRIPT):
     """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
+    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
     for n in itertools.count(1):
         folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             pass
 
-def last_folder(folder, out_dir):
-    """--folder or else the newest checkpoint's folder; None if there is none."""
-    if folder:
-        return Path(folder)
-    checkpoints = sorted(Path(out_dir, SCRIPT).glob('*/ckpt.pt'), key=os.path.getmtime)
-    return checkpoints[-1].parent if checkpoints else None
+def read_config(folder):
+    """A run's settings, as a dict."""
+    file, known = Path(folder, 'config.json'), asdict(Config())
+    config = json.loads(file.read_text('utf-8')) if file.exists() else {}
+    if not config or config.keys() - known.keys():
+        fail(f'{folder} is not a run of {SCRIPT}.py')
+    return {**known, **config}
+
+def find_run(given, resume):
+    """--folder, or the newest run with the settings `given` on the command line, or None. For
+    --resume it has the command's own name and, if there is such a run, no other settings."""
+    if given.get('folder'):
+        return Path(given['folder'])
+    typed = {name: x for name, x in given.items() if name not in MACHINE}
+    c = Config(**typed)
+    name = f'{c.variant}-s{c.seed}' if resume and typed else ''
+    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = [file for file in sorted(runs, key=os.path.getmtime, reverse=True)
+            if file.with_name('config.json').exists()]  # train in a notebook writes none
+    for wanted in (asdict(c), typed) if name else (typed,):
+        for file in runs:
+            config = read_config(file.parent)
+            if all(config[key] == x for key, x in wanted.items() if key not in MACHINE):
+                return file.parent
 
 def load_run(c, name='best.pt'):
-    """Settings and model of --folder, or of the last run, with its best weights."""
-    folder = last_folder(c.folder, c.out_dir)
-    if not folder:
-        fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
-    if not c.folder:
-        print(f'run     {folder}, the newest\n')
-    saved = load_checkpoint(folder / name)
-    model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
+    """Model of a run, with its best weights, and what the run knows of its data."""
+    saved = load_checkpoint(Path(c.folder, name), own=True)
+    data = SimpleNamespace(**saved['data'])
+    model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
     try:
         model.load_state_dict(saved['model'])
     except RuntimeError:
-        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
-    return model.config, model.eval()
+        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    return model.eval(), data
+
+def resume_run(c, model, optimizer, scaler, data):
+    """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
+    for name, x in getattr(data, 'facts', {}).items():
+        if saved['data'].get(name) != x:
+            fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
+                 f'and is {x}'[:300])
+    if c.max_iters < saved['progress'][0]:
+        fail(f'--max-iters {c.max_iters}: {c.folder} is at step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
+    # restore only the moments; weight decay etc. come from the settings
+    optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+    if saved['scaler']:  # it was trained in float16
+        scaler.load_state_dict(saved['scaler'])
+    return saved['progress']
 
 def train_and_report(c, where=SCRIPT):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
-        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1))
+        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
+        saved = folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        print(f'\nstopped; to continue from step {step}: '
+              f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
     if RANK == 0:
-        print(report(c, model.eval(), log, folder, data))
+        report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
+def files_and_next(c, folder, field, values, *more):
+    """Lines that end a report: its files, further commands, and one that compares variants."""
+    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
+    flags = []
+    for f in fields(Config):
+        value, flag = getattr(c, f.name), f.name.replace('_', '-')
+        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
+            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
+                         else f'--{flag}={value}')
+    if Path(PROGRAM).name != f'{SCRIPT}.py':
+        flags += ['--with', PROGRAM]
+    compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
+                          f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
+    for command in more:
+        print(f'next    python {PROGRAM} {command} --folder {shlex.quote(str(folder))}')
+    print(f'next    python {compare}  # trains and draws both')
+
 def parse(argv=None):
-    """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
+    """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=fields_of_config.replace('"""', ''),
+        description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('--preset', choices=PRESETS, help='a set of settings; flags override it')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(nargs='+')}
-    for f in fields(Config):
+    for f in [f for f in fields(Config) if f.name != 'num_classes']:  # that is the data's
         kind = kinds.get(f.type, dict(type=f.type, choices=CHOICES.get(f.name)))
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
@@ -1508,47 +1589,47 @@ def parse(argv=None):
     preset = given.pop('preset', 'tiny')
     given = {**PRESETS[preset], **given}
     for name, value in given.items():
-        lowest, highest = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
-        if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
-            fail(f'{name} {value}: must be from {lowest} to {highest}')
-    folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if given.get('resume') and folder:
-        return action, resumed(folder, given)
-    if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-        print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
-    return action, Config(**{**given, 'resume': False})  # there is nothing to resume
-
-def resumed(folder, given):
-    """Config of the run in `folder`. `given` may raise max_iters, and set the machine's fields."""
-    saved = load_checkpoint(folder / 'ckpt.pt')
-    config, step = {**asdict(Config()), **saved['config']}, saved['progress'][0]
-    names = list(config)
-    for name in names[:names.index('device')]:
-        if name != 'max_iters' and given.get(name, config[name]) != config[name]:
-            fail(f'--resume: {folder} has --{name.replace("_", "-")} {config[name]}, which stays')
-    if given.get('max_iters', step) < step:
-        fail(f'--max-iters {given["max_iters"]}: {folder} is at step {step}')
-    if saved['version'] != VERSION:
-        print(f'note    {SCRIPT}.py has changed since {folder} was saved')
-    config['device'] = 'auto'  # this machine may be another
-    config.update(given, folder=str(folder))
-    return Config(**config)
+        if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
+            fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
+        if name in ('data', 'init', 'folder', 'out_dir'):
+            given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
+    new, resume = action in NEW, given.pop('resume', False)
+    folder = find_run(given, resume) if resume or not new else None
+    if new and not folder:  # with --resume, there is nothing to resume yet
+        if given.get('folder'):
+            fail('--folder names a run to --resume; a new run picks its own name')
+        if preset == 'tiny' and torch.cuda.is_available():
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
+        return action, Config(**given)
+    if not folder:
+        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
+    config = read_config(folder)
+    for name, value in given.items():
+        if name not in MACHINE and config[name] != value:
+            fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
+    print(f'run     {folder}')
+    return action, Config(**{**config, 'device': 'auto',  # this may be another machine
+                             **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
     global PROGRAM
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None and 'kernel_launcher' in sys.argv[0]:
+        argv = []  # main() in a notebook's cell: sys.argv is the kernel's
     if argv is None:
-        PROGRAM = Path(sys.argv[0]).name
+        PROGRAM = sys.argv[0]
     action, c = parse(argv)
-    if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
-        fail('--compile needs a C++ compiler: install one, or give --no-compile')
-    if c.batch_size % WORLD:
-        fail(f'{WORLD} processes cannot share --batch-size {c.batch_size} evenly')
-    if WORLD > 1 and 'MASTER_ADDR' not in os.environ:
-        fail(f'WORLD_SIZE={WORLD} is set without the rest of what torchrun sets: unset it')
+    if c.grad_accum_steps % WORLD:
+        n = WORLD * math.ceil(c.grad_accum_steps / WORLD)
+        fail(f'{WORLD} processes cannot share {c.grad_accum_steps} micro-batches evenly: give '
+             f'--grad-accum-steps {n} --batch-size {c.batch_size * c.grad_accum_steps // n or 1}')
     if WORLD > 1:
+        print(f'waiting for {WORLD} processes')
         dist.init_process_group()
     try:
         return ACTIONS[action](c)
@@ -1563,7 +1644,7 @@ def main(argv=None):
 # --- end of runs
 
 ACTIONS = {'train': train_and_report, 'detect': detect}
+NEW = {'train'}  # actions that make a run; others, and --resume, look for one
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
-    sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character
     main()

@@ -24,8 +24,8 @@ found, the MLP works token by token, and V - MH is how far a token disagrees wit
     [AX2 Sec. 5]    one learned parameter: [choice] gamma, per head      attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
-    [BF Eq. 13]     the same in every head, each with its own beta       belief-head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
+    [BF Eq. 13]     Delta_s: the same in every head, beta for alpha      belief-head
+    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, BeliefStar
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
     [AX2 Sec. 4]    gamma = 3 elsewhere; [AX1 Sec. 4.2]: 0.5             default_gamma
     [BF Eq. 11]     ||Delta|| <= ||MH|| (compare BF's Fig. 3)            diagnose
@@ -40,8 +40,8 @@ functions, as W^o absorbs the factor, but train differently: the factor scales t
     python attentionx_gpt.py --preset owt-124m            # AttentionX's recipe: nanoGPT's GPT-2
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
 
-The first command ends at a validation loss of 1.643 nats per token, here a byte, softmax at 1.676,
-and a bigram model at 2.438 (Python 3.11's library, 800 steps, 631,680 parameters, one seed).
+Expected validation loss in nats per token, here a byte: attentionx 1.643, softmax 1.676, a bigram
+model 2.438 (Python 3.11's library, 800 steps, 631,680 parameters, one seed).
 [choice] marks where a paper is silent, [deviation] where we differ on purpose. Below the banner
 `runs` is plumbing, identical in all four scripts.
 """
@@ -96,22 +96,24 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
 
 def orthogonal(mh, v, dims):
     """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
-    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 easily overflows float16
-    x, y = mh.to(wide), v.to(wide)
-    mh_v = (x * y).sum(dims, keepdim=True)
-    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] alpha = 0 where V = 0
-    return (x - mh_v / v_v * y).to(mh.dtype)
+    dtype, wide = mh.dtype, torch.promote_types(v.dtype, torch.float32)
+    mh, v = mh.to(wide), v.to(wide)  # ||V||^2 easily overflows float16
+    mh_v = (mh * v).sum(dims, keepdim=True)
+    v_v = (v * v).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] alpha = 0 where V = 0
+    alpha = mh_v / v_v
+    return (mh - alpha * v).to(dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
-    # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar.
+    # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar,
+    # which overrides update, project or forward. (diagnose does not look into one's own forward.)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
-    'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # control: is it the scale?
-    'value-skip': lambda mh, v, gamma: mh + v,                     # control: is it the added V?
+    'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # a control: is it the scale?
+    'value-skip': lambda mh, v, gamma: mh + v,                     # a control: is it V?
 }  # and belief-star, a class below
 
 def default_gamma(c):
@@ -191,8 +193,8 @@ GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='open
                   beta2=0.95)
 PRESETS = {
     'tiny': {},
-    't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=32, grad_accum_steps=2,
-               dropout=0.2, max_iters=3000, learning_rate=1e-3, eval_interval=250),
+    't4': dict(n_layer=6, n_head=6, n_embd=384, block_size=256, grad_accum_steps=2, dropout=0.2,
+               max_iters=3000, learning_rate=1e-3, eval_interval=250),
     # [choice] nanoGPT's recipe: AX1 and AX2 give only the repository, the data and gamma
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
@@ -260,10 +262,13 @@ class CausalSelfAttention(nn.Module):
         """What the layer passes on to W^o, (B, T, nh, hs)."""
         return ATTENTION[self.config.attention](mh, v, self.gamma)
 
+    def project(self, mh, v):
+        """MH and V -> what the layer adds to the residual stream, (B, T, C)."""
+        return self.c_proj(self.update(mh, v).flatten(2))
+
     def forward(self, x):
         """x (B, T, C), the layer's normalised input -> (B, T, C)."""
-        mh, v = self.heads(x)
-        return self.c_proj(self.update(mh, v).flatten(2))
+        return self.project(*self.heads(x))
 
 class BeliefStar(CausalSelfAttention):
     """Delta W^o + Delta_s W^s.  [BF Eq. 15]"""
@@ -274,10 +279,10 @@ class BeliefStar(CausalSelfAttention):
     def update(self, mh, v):
         return orthogonal(mh, v, (-2, -1))  # Delta
 
-    def forward(self, x):
-        mh, v = self.heads(x)
-        delta, delta_s = self.update(mh, v), orthogonal(mh, v, (-1,))
-        return self.c_proj(delta.flatten(2)) + self.c_proj_s(delta_s.flatten(2))
+    def project(self, mh, v):
+        out = super().project(mh, v)
+        delta_s = orthogonal(mh, v, (-1,))
+        return out + self.c_proj_s(delta_s.flatten(2))
 
 ATTENTION['belief-star'] = BeliefStar
 
@@ -300,7 +305,7 @@ class Block(nn.Module):
         self.ln_2 = make_norm(c)
         self.mlp = MLP(c)
         self.drop = nn.Dropout(c.dropout)
-        self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0
+        self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0  # casted's
 
     def forward(self, x):
         x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x)))
@@ -346,8 +351,8 @@ class GPT(nn.Module):
         return x
 
     def forward(self, idx, targets=None):
-        """idx, targets (B, T) -> logits (B, T, V), loss in nats per token (not of targets -1).
-        Without targets: logits of the last position (B, 1, V), and None."""
+        """idx, targets (B, T) -> logits (B, T, vocab_size), loss in nats per token; targets of -1
+        are ignored. Without targets: logits of the last position (B, 1, vocab_size), and None."""
         x = self.embed(idx)
         for block in self.transformer.h:
             x = block(x)
@@ -362,7 +367,7 @@ class GPT(nn.Module):
         """idx (B, T) -> (B, T + max_new_tokens). temperature 0 takes the likeliest token; top_k
         leaves only so many to choose from. As in nanoGPT, nothing is cached."""
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.block_size:])[0][:, -1].float()  # (B, V)
+            logits = self(idx[:, -self.config.block_size:])[0][:, -1].float()  # (B, vocab_size)
             if top_k:
                 least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
                 logits[logits < least] = -math.inf
@@ -437,7 +442,7 @@ def read_meta(folder):
 
 def load_data(c):
     """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size, and
-    facts, by which a run knows its data again."""
+    facts, which a run saves so that --resume recognises its data."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if folder.is_dir():
         tokenizer = read_meta(folder)['tokenizer']
@@ -477,7 +482,8 @@ def load_weights(model, path):
         fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
 def make_optimizer(model, c):
-    """AdamW, with weight decay for matrices and embeddings only. train sets all groups' rates."""
+    """AdamW, with weight decay for matrices and embeddings only. train needs one optimiser: it sets
+    every group's lr and saves its `state`."""
     matrices, others = [], []
     for name, p in model.named_parameters():
         group = matrices if name.endswith('.weight') and p.dim() == 2 else others
@@ -500,6 +506,7 @@ def get_batch(data, c, step, micro, device):
     return windows(data.train, starts[micro], c, device)
 
 def loss_of(model, batch, c):
+    """The training loss."""
     return model(*batch)[1]
 
 @torch.no_grad()
@@ -514,9 +521,8 @@ def diagnose(model, idx):
     x = model.embed(idx)  # (B, T, C)
     for i, block in enumerate(model.transformer.h):
         attn = block.attn
-        base = CausalSelfAttention
-        if type(attn).forward is not base.forward and type(attn).update is base.update:
-            return {}  # a subclass that does not say what it passes on
+        if type(attn).forward is not CausalSelfAttention.forward:
+            return {}  # it need not have MH and V
         mh, v = attn.heads(block.ln_1(x))  # (B, T, nh, hs)
         update = attn.update(mh, v)
         mh, v, update = [t.flatten(2).to(x) for t in (mh, v, update)]  # (B, T, C), in x's dtype
@@ -526,7 +532,9 @@ def diagnose(model, idx):
             mh_out=mh_out.norm(dim=-1), update_out=update_out.norm(dim=-1),
             cos_mh=F.cosine_similarity(mh_out, x, -1),
             cos_update=F.cosine_similarity(update_out, x, -1),
-            alpha=(mh * v).sum(-1) / (v * v).sum(-1), gamma=torch.as_tensor(attn.gamma))
+            alpha=(mh * v).sum(-1) / (v * v).sum(-1))
+        if torch.is_tensor(attn.gamma):  # a learned one
+            layer['gamma'] = attn.gamma
         for name, values in layer.items():
             figures[f'{i}.{name}'] = values.mean().item()
         x = block(x)
@@ -697,7 +705,8 @@ def complete(c, model):
     texts = []
     for _ in range(c.num_samples):
         tokens = model.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
-        texts.append(decode([t for t in tokens if t < VOCAB_SIZE[tokenizer]]))  # spare ids
+        known = [t for t in tokens if t < VOCAB_SIZE[tokenizer]]  # vocab_size may be padded
+        texts.append(decode(known))
     return '\n---------------\n'.join(texts)
 
 def sample(c):
@@ -716,7 +725,7 @@ def pick_device(c):
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     if name == 'cuda':
-        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0) if WORLD > 1 else 0}'
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError):
@@ -867,20 +876,21 @@ def read_config(folder):
     return {**known, **config}
 
 def find_run(given, resume):
-    """--folder or the newest run with the settings `given` on the command line; None if there is
-    none. --resume looks for a run of the command's own name, first for one without other settings.
-    """
+    """--folder, or the newest run with the settings `given` on the command line, or None. For
+    --resume it has the command's own name and, if there is such a run, no other settings."""
     if given.get('folder'):
         return Path(given['folder'])
     typed = {name: x for name, x in given.items() if name not in MACHINE}
-    wanted, found, own = Config(**typed), [], resume and typed
-    for file in Path(given.get('out_dir', 'out'), SCRIPT).glob('*/ckpt.pt'):
-        name = re.sub(r'-\d+$', '', file.parent.name)  # without the number of its folder
-        config = json.loads(file.with_name('config.json').read_text('utf-8'))
-        others = {key for key, x in asdict(wanted).items() if config.get(key) != x} - MACHINE
-        if not others & typed.keys() and not (own and name != f'{wanted.variant}-s{wanted.seed}'):
-            found.append((-len(others) if own else 0, file.stat().st_mtime, file.parent))
-    return max(found)[-1] if found else None
+    c = Config(**typed)
+    name = f'{c.variant}-s{c.seed}' if resume and typed else ''
+    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = [file for file in sorted(runs, key=os.path.getmtime, reverse=True)
+            if file.with_name('config.json').exists()]  # train in a notebook writes none
+    for wanted in (asdict(c), typed) if name else (typed,):
+        for file in runs:
+            config = read_config(file.parent)
+            if all(config[key] == x for key, x in wanted.items() if key not in MACHINE):
+                return file.parent
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
@@ -957,7 +967,7 @@ def parse(argv=None):
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('--preset', choices=PRESETS, help='a set of settings; flags override it')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(nargs='+')}
-    for f in fields(Config):
+    for f in [f for f in fields(Config) if f.name != 'num_classes']:  # that is the data's
         kind = kinds.get(f.type, dict(type=f.type, choices=CHOICES.get(f.name)))
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)

@@ -15,8 +15,8 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
-    [BF Eq. 13]     the same in every head, each with its own beta       belief-head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, forward
+    [BF Eq. 13]     Delta_s: the same in every head, beta for alpha      belief-head
+    [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, BeliefStar
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
     [AX2 Sec. 5]    one learned parameter: [choice] gamma, per head      attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
@@ -88,22 +88,24 @@ def multi_head(q, k, v, zero_diag=False):
 
 def orthogonal(mh, v, dims):
     """MH - alpha V, the part of MH orthogonal to V. alpha = <MH,V> / <V,V>, over `dims`."""
-    wide = torch.promote_types(v.dtype, torch.float32)  # ||V||^2 easily overflows float16
-    x, y = mh.to(wide), v.to(wide)
-    mh_v = (x * y).sum(dims, keepdim=True)
-    v_v = (y * y).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] alpha = 0 where V = 0
-    return (x - mh_v / v_v * y).to(mh.dtype)
+    dtype, wide = mh.dtype, torch.promote_types(v.dtype, torch.float32)
+    mh, v = mh.to(wide), v.to(wide)  # ||V||^2 easily overflows float16
+    mh_v = (mh * v).sum(dims, keepdim=True)
+    v_v = (v * v).sum(dims, keepdim=True).clamp_min(1e-30)  # [choice] alpha = 0 where V = 0
+    alpha = mh_v / v_v
+    return (mh - alpha * v).to(dtype)
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
-    # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar.
+    # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar,
+    # which overrides update, project or forward. (diagnose does not look into one's own forward.)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,          # [AX1 Eq. 9]
     'belief': lambda mh, v, gamma: orthogonal(mh, v, (-2, -1)),    # [BF Eq. 10]
     'belief-head': lambda mh, v, gamma: orthogonal(mh, v, (-1,)),  # [BF Eq. 13], in every head
-    'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # control: is it the scale?
-    'value-skip': lambda mh, v, gamma: mh + v,                     # control: is it the added V?
+    'softmax-scaled': lambda mh, v, gamma: gamma * mh,             # a control: is it the scale?
+    'value-skip': lambda mh, v, gamma: mh + v,                     # a control: is it V?
 }  # and belief-star, a class below
 
 def default_gamma(c):
@@ -146,6 +148,7 @@ class Config:
     mlp_dim: int = None            # hidden channels of the feed-forward network
     dropout: float = None
     drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
+    num_classes: int = 0           # the data's; no flag
     init: str = ''                 # file with weights to start from: a checkpoint of DeiT, say
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
@@ -280,10 +283,14 @@ class Attention(nn.Module):
         """What the layer passes on to W^o, (B, T, nh, hs)."""
         return ATTENTION[self.config.attention](mh, v, self.gamma)
 
+    def project(self, mh, v):
+        """MH and V -> what the layer adds to the residual stream, (B, T, C)."""
+        return self.proj(self.update(mh, v).flatten(2))
+
     def forward(self, x):
         """x (B, T, C), the layer's normalised input -> (B, T, C)."""
         _, _, v, mh = self.heads(x)
-        return self.drop(self.proj(self.update(mh, v).flatten(2)))
+        return self.drop(self.project(mh, v))
 
 class BeliefStar(Attention):
     """Delta W^o + Delta_s W^s.  [BF Eq. 15]"""
@@ -295,10 +302,10 @@ class BeliefStar(Attention):
     def update(self, mh, v):
         return orthogonal(mh, v, (-2, -1))  # Delta
 
-    def forward(self, x):
-        _, _, v, mh = self.heads(x)
-        delta, delta_s = self.update(mh, v), orthogonal(mh, v, (-1,))
-        return self.drop(self.proj(delta.flatten(2)) + self.proj_s(delta_s.flatten(2)))
+    def project(self, mh, v):
+        out = super().project(mh, v)
+        delta_s = orthogonal(mh, v, (-1,))
+        return out + self.proj_s(delta_s.flatten(2))
 
 ATTENTION['belief-star'] = BeliefStar
 
@@ -362,7 +369,7 @@ def resize_positions(pos, grid):
 
 class ViT(nn.Module):
     """The model that config.model names, with timm's state-dict keys."""
-    def __init__(self, config, num_classes):
+    def __init__(self, config):
         super().__init__()
         self.config = c = config.sized()
         model = MODELS[c.model]
@@ -373,7 +380,7 @@ class ViT(nn.Module):
         self.drop = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.depth))
         self.norm = nn.LayerNorm(c.embed_dim, model['eps'])
-        self.head = nn.Linear(c.embed_dim, num_classes)
+        self.head = nn.Linear(c.embed_dim, c.num_classes)
         for name, p in self.named_parameters():
             self.init_parameter(name, p)
 
@@ -583,8 +590,8 @@ def checksum(images, labels):
 
 def load_data(c):
     """c.data -> train, val and test, each a pair of images and labels (N,) int64, the names of
-    classes, and facts, by which a run knows its data again. Images are bytes (N, 3, H, W) or paths
-    of photos (N,)."""
+    classes, and facts, which a run saves so that --resume recognises its data. Images are bytes
+    (N, 3, H, W) or paths of photos (N,)."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
@@ -750,7 +757,7 @@ def mix(images, rng):
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
     """A model on the CPU for the classes of data, which may be what a saved run knows of it."""
-    return ViT(c, len(data.classes))
+    return ViT(replace(c, num_classes=len(data.classes)))
 
 def load_weights(model, path):
     """Start from a checkpoint of this script, timm or DeiT. Their keys match ours. Positions are
@@ -813,6 +820,7 @@ def get_batch(data, c, step, micro, device):
     return x, y, share
 
 def loss_of(model, batch, c):
+    """The training loss."""
     images, labels, share = batch
     logits = model(images)  # (B, K)
     loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
@@ -847,8 +855,8 @@ def diagnose(model, images):
     x, grid = model.embed(images)  # (B, T, C)
     for block in model.blocks:
         attn = block.attn
-        if type(attn).forward is not Attention.forward and type(attn).update is Attention.update:
-            return [], []  # a subclass that does not say what it passes on
+        if type(attn).forward is not Attention.forward:
+            return [], []  # it need not have MH and V
         q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
         update = attn.update(mh, v)
         token = x[:, 0]  # (B, C)
@@ -1069,7 +1077,7 @@ def pick_device(c):
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     if name == 'cuda':
-        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0) if WORLD > 1 else 0}'
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError):
@@ -1220,20 +1228,21 @@ def read_config(folder):
     return {**known, **config}
 
 def find_run(given, resume):
-    """--folder or the newest run with the settings `given` on the command line; None if there is
-    none. --resume looks for a run of the command's own name, first for one without other settings.
-    """
+    """--folder, or the newest run with the settings `given` on the command line, or None. For
+    --resume it has the command's own name and, if there is such a run, no other settings."""
     if given.get('folder'):
         return Path(given['folder'])
     typed = {name: x for name, x in given.items() if name not in MACHINE}
-    wanted, found, own = Config(**typed), [], resume and typed
-    for file in Path(given.get('out_dir', 'out'), SCRIPT).glob('*/ckpt.pt'):
-        name = re.sub(r'-\d+$', '', file.parent.name)  # without the number of its folder
-        config = json.loads(file.with_name('config.json').read_text('utf-8'))
-        others = {key for key, x in asdict(wanted).items() if config.get(key) != x} - MACHINE
-        if not others & typed.keys() and not (own and name != f'{wanted.variant}-s{wanted.seed}'):
-            found.append((-len(others) if own else 0, file.stat().st_mtime, file.parent))
-    return max(found)[-1] if found else None
+    c = Config(**typed)
+    name = f'{c.variant}-s{c.seed}' if resume and typed else ''
+    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = [file for file in sorted(runs, key=os.path.getmtime, reverse=True)
+            if file.with_name('config.json').exists()]  # train in a notebook writes none
+    for wanted in (asdict(c), typed) if name else (typed,):
+        for file in runs:
+            config = read_config(file.parent)
+            if all(config[key] == x for key, x in wanted.items() if key not in MACHINE):
+                return file.parent
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
@@ -1310,7 +1319,7 @@ def parse(argv=None):
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('--preset', choices=PRESETS, help='a set of settings; flags override it')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(nargs='+')}
-    for f in fields(Config):
+    for f in [f for f in fields(Config) if f.name != 'num_classes']:  # that is the data's
         kind = kinds.get(f.type, dict(type=f.type, choices=CHOICES.get(f.name)))
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)

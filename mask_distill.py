@@ -15,13 +15,14 @@ experiments/memory.py measures the fifth, memory.
     [MA Sec. 2.5]  L1, the sum of the c_k                                loss_of
     [MA Sec. 2.4]  accuracy, attention MSE, gradient cosine, KL          CRITERIA, fidelity
     [MA Sec. 3]    its figures: the c_k of a layer during training       draw_layers
+    [MA Sec. 1.4]  its masks in nn.MultiheadAttention                    attn_mask
 
 The report does not number its sections; we count them. It does not say how W enters attention:
 READINGS has three ways. In the default one only the ratios of the c_k matter, so L1 can lower them
 all at no cost, and every alpha keeps falling, as the report observed.
 
-    python mask_distill.py                              # a teacher, then a student: 3 minutes
-    python mask_distill.py --resume                     # continue the last run
+    python mask_distill.py                              # a teacher, then a student: 2 minutes
+    python mask_distill.py --resume                     # continue the last run, in either stage
     python mask_distill.py --init FILE --masks last5    # another student of the teacher in FILE
     python mask_distill.py sample --prompt "def main("  # teacher and student continue a text
     python mask_distill.py criteria --eval-rows 0       # judge the last run on all validation text
@@ -30,23 +31,25 @@ all at no cost, and every alpha keeps falling, as the report observed.
 
 The first run keeps 48 % of the token pairs, with 1.005 times the teacher's accuracy, KL 0.0102 and
 gradient cosine 0.977, and passes 2 of 4 criteria (644,224 parameters, one seed). [choice] marks
-where the report is silent, [deviation] where we differ on purpose. You can stop reading at the
-banner `runs`: all four scripts share the rest.
+where the report is silent, [deviation] where we differ on purpose. Below the banner `runs` is
+plumbing, identical in all four scripts.
 """
 import argparse
 import copy
 import csv
-import hashlib
+import inspect
 import io
 import itertools
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,8 +61,9 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'mask_distill'
-RANK = int(os.environ.get('RANK', 0))         # index of this process, set by torchrun
-WORLD = int(os.environ.get('WORLD_SIZE', 1))  # number of processes, set by torchrun
+TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
+RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
@@ -68,7 +72,7 @@ def fail(message):
 
 # ------------------------------------ the report's method ------------------------------------
 KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
-    # far, which only sinks need, is the smallest i - j that no window or offset reaches
+    # far: one more than the largest i - j in any window or offset; only sinks use it
     # your own kind is a line: 'stride': lambda i, j, n, far: (i - j) % n == 0,  # i, i - N, ...
     'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
     'window': lambda i, j, n, far: i - j < n,                 # the last N
@@ -83,88 +87,91 @@ NAMED = {
     'first-all': 'first:1+all:1',                             # its experiment with L1
 }
 
-def candidates(masks):
-    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]."""
-    written_out = '+'.join(NAMED.get(term, term) for term in masks.split('+'))
-    found = []
+def candidates(text):
+    """--masks, 'window:64+sinks:4', -> masks as all functions take them, [('window', 64), ...]."""
+    written_out = '+'.join(NAMED.get(term, term) for term in text.split('+'))
+    masks = []
     for term in written_out.split('+'):
         kind, _, n = term.partition(':')
         if kind not in KINDS or not n.isdecimal() or (int(n) == 0 and kind != 'offset'):
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
-            fail(f'--masks {masks}: {term!r} is none of {", ".join(choices)}')
-        found.append((kind, int(n)))
-    return found
+            fail(f'--masks {text}: {term!r} is none of {", ".join(choices)}')
+        masks.append((kind, int(n)))
+    return masks
 
 def window_and_first(masks):
     """The smallest window that holds all windows and offsets, and the number of first tokens."""
     largest = dict.fromkeys(KINDS, 0)
-    for kind, n in candidates(masks):
+    for kind, n in masks:
         largest[kind] = max(largest[kind], n)
     return max(largest['window'], largest['offset'] + 1), max(largest['first'], largest['sinks'])
 
 def is_local(masks):
     """Whether all masks hold only near or first tokens, as blocked_attention requires."""
-    return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in candidates(masks))
+    return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in masks)
 
 def log_coefficients(alpha):
     """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] As no c_k is ever 0, a mask is
-    closed (-inf) where its c_k is below a thousandth of the largest."""
+    closed (-inf) where its c_k is below a thousandth of the largest. The KL then has no gradient for
+    its alpha, so a mask that has closed stays closed, unless the largest falls to its level."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
 def mixture(coef, M):
-    """W = sum_k c_k M_k from K coefficients and masks (..., Tq, T) -> (..., Tq, T).  [MA Sec. 3]"""
+    """W = sum_k c_k M_k from coefficients and masks (..., Tq, T) -> (..., Tq, T).  [MA Sec. 3]"""
     return sum(c_k * m for c_k, m in zip(coef, M))
 
 def masks_at(masks, log_c, i, j):
-    """What queries at positions i (..., Tq) see of keys at j (..., T): K + 1 masks (..., Tq, T) and
-    their coefficients, divided by the largest, (K + 1,). [choice] The last mask lets a token see
-    itself where no open mask does, so that no row is empty."""
+    """Which keys at j (..., T) the queries at i (..., Tq) see: K + 1 masks (..., Tq, T). [choice] By
+    the last one a token sees itself where it would see nothing: no open mask holds any of its pairs.
+    """
     i, j = i[..., None], j[..., None, :]
     causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
-    M = [KINDS[kind](i, j, n, far) & causal for kind, n in candidates(masks)]
+    M = [KINDS[kind](i, j, n, far) & causal for kind, n in masks]
+    seen = mixture(log_c.isfinite(), M) > 0
+    return [*M, (i == j) & ~seen.any(-1, keepdim=True)]
+
+def log_mixture(M, log_c):
+    """log W up to a constant, since the c_k are divided by the largest; where W is 0, -inf with a
+    gradient of 0. M are the K + 1 masks of masks_at."""
     coef = (log_c - log_c.max()).exp()  # (K,)
-    itself = (i == j) & (mixture(coef.detach(), M) == 0)
-    return [*M, itself], torch.cat([coef, coef.new_ones(1)])
+    W = mixture([*coef, 1.0], M)
+    return W.clamp_min(torch.finfo(W.dtype).tiny).log().masked_fill(W == 0, -math.inf)
 
-def safe_log(w):
-    """log w; where w is 0, -inf with a gradient of 0."""
-    return w.clamp_min(torch.finfo(w.dtype).tiny).log().masked_fill(w == 0, -math.inf)
+def coefficients(log_c):
+    """The c_k, and for the last mask of masks_at the largest, (K + 1,)."""
+    return torch.cat([log_c, log_c.max()[None]]).exp()
 
-def separate_softmaxes(S, M, coef):
+def separate_softmaxes(S, M, log_c):
     """sum_k c_k softmax(S on M_k), where a mask without tokens adds nothing."""
     least = torch.finfo(S.dtype).min  # -inf would give such a mask nan
-    return sum(c_k * (F.softmax(S.masked_fill(~m, least), -1) * m) for c_k, m in zip(coef, M))
+    return mixture(coefficients(log_c), [F.softmax(S.masked_fill(~m, least), -1) * m for m in M])
 
-READINGS = {  # attention weights from scores S (B, nh, Tq, T), masks M and coefficients of masks_at
+READINGS = {  # attention weights from scores S (B, nh, Tq, T), masks M of masks_at and log c_k
     # [choice] the first is the default: its rows add up to 1
-    'renormalised': lambda S, M, coef: F.softmax(S + safe_log(mixture(coef, M)), -1),
-    'unnormalised': lambda S, M, coef: mixture(coef, M) * F.softmax(S, -1),
+    'renormalised': lambda S, M, log_c: F.softmax(S + log_mixture(M, log_c), -1),
+    'unnormalised': lambda S, M, log_c: mixture(coefficients(log_c), M) * F.softmax(S, -1),
     'separate': separate_softmaxes,
 }
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
-    """q (B, nh, Tq, hs) at positions i, by default the last Tq of T, and k (B, nh, T, hs) at j ->
+    """q (B, nh, Tq, hs) at positions i and k (B, nh, T, hs) at j, by default 0, 1, ... ->
     (B, nh, Tq, T). log_c (K,): logarithms of the masks' coefficients, by default 0."""
     if i is None:
-        j = torch.arange(k.size(2), device=k.device)
-        i = j[-q.size(2):]
+        i = j = torch.arange(k.size(2), device=k.device)
     if log_c is None:
-        log_c = torch.zeros(len(candidates(masks)), device=q.device)
+        log_c = torch.zeros(len(masks), device=q.device)
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
-    M, coef = masks_at(masks, log_c, i, j)
-    if reading != 'renormalised':  # which needs neither: log W hides the future, c's scale cancels
+    if reading != 'renormalised':  # where log W hides the future
         S = S.masked_fill(i[..., None] < j[..., None, :], -math.inf)
-        coef = coef * log_c.max().exp()
-    return READINGS[reading](S, M, coef)
+    return READINGS[reading](S, masks_at(masks, log_c, i, j), log_c)
 
-def dense_attention(q, k, v, masks='all', log_c=None, reading='renormalised'):
-    """The definition, for any masks, in O(T^2). q (B, nh, Tq, hs) of the last Tq tokens, k and v
-    (B, nh, T, hs) -> (B, nh, Tq, hs)."""
+def dense_attention(q, k, v, masks, log_c=None, reading='renormalised'):
+    """The definition, for any masks, in O(T^2). q, k, v (B, nh, T, hs) -> (B, nh, T, hs)."""
     return attention_weights(q, k, masks, log_c, reading).to(v.dtype) @ v
 
-def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
+def blocked_attention(q, k, v, masks, log_c=None, block=0):
     """dense_attention for local masks and the default reading, in O(T window).
 
     A block of b queries sees the keys near it, b + window - 1 of them, and those of the first
@@ -193,6 +200,12 @@ def blocked_attention(q, k, v, masks='window:64', log_c=None, block=0):
     p = attention_weights(queries, blocks_of_keys(k), masks, log_c, i=i, j=j)
     return (p.to(v.dtype) @ blocks_of_keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
+def attn_mask(masks, log_c, T):
+    """log W (T, T), for attn_mask of nn.MultiheadAttention: softmax(S + log W) is the default
+    reading.  [MA Sec. 1.4]"""
+    i = torch.arange(T, device=log_c.device)
+    return log_mixture(masks_at(masks, log_c, i, i), log_c)
+
 def token_kl(teacher_logits, logits):
     """Logits (B, T, V) -> KL(teacher || student) of each token (B, T), in nats.  [MA Sec. 2.1]"""
     log_p, log_q = F.log_softmax(teacher_logits, dim=-1), F.log_softmax(logits, dim=-1)
@@ -201,12 +214,8 @@ def token_kl(teacher_logits, logits):
 @torch.no_grad()
 def kept_pairs(alphas, masks, T):
     """The share of the T (T + 1) / 2 pairs j <= i that open masks hold, averaged over layers."""
-    shares = []
-    i = torch.arange(T, device=alphas[0].device)
-    for alpha in alphas:
-        M, coef = masks_at(masks, log_coefficients(alpha), i, i)
-        shares.append((mixture(coef, M) > 0).sum().item() / (T * (T + 1) / 2))
-    return sum(shares) / len(shares)
+    open_pairs = [attn_mask(masks, log_coefficients(alpha), T).isfinite() for alpha in alphas]
+    return sum(held.sum().item() / (T * (T + 1) / 2) for held in open_pairs) / len(alphas)
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -219,7 +228,7 @@ class Config:
     l1: float = 0.0                # weight of the report's penalty on coefficients
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
-    stage: str = 'student'         # student or teacher: which is trained; the action sets it
+    stage: str = 'student'         # student, after a teacher if there is no init; teacher: it alone
     init: str = ''                 # a teacher's best.pt or a GPT-2's weights; '': train one first
     teacher_iters: int = 600       # optimiser steps of a teacher trained here
     teacher_lr: float = 2e-3       # its learning rate at its peak
@@ -228,41 +237,45 @@ class Config:
     n_embd: int = 128
     positions: int = 0             # 0: as many as block_size
     vocab_size: int = 0            # 0: that of the data's tokenizer
-    block_size: int = 128          # tokens in a sequence
+    block_size: int = 128          # tokens in a window
     # data
     data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
     tokenizer: str = 'bytes'       # bytes or gpt2, for text; prepared data come with theirs
-    samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
+    samples: int = 0               # windows to distil on, drawn with replacement; 0: all the text
     # training
     seed: int = 1337               # of weights and batches
-    max_iters: int = 150           # optimiser steps
-    batch_size: int = 16           # sequences in memory at once, shared among the processes
-    grad_accum_steps: int = 1      # batches per optimiser step
+    max_iters: int = 150           # a student's optimiser steps
+    batch_size: int = 16           # windows per forward pass
+    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
     learning_rate: float = 5e-4    # at its peak; of a student's c_attn and c_proj
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
     warmup_iters: int = 20
     weight_decay: float = 0.1      # AdamW's, on a teacher's matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 50        # steps between evaluations, and between checkpoints
-    eval_rows: int = 64            # validation sequences, the same ones every time; 0: all
+    eval_rows: int = 64            # validation windows, the same ones every time; 0: all
     dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
-    # machine: from here on, settings may change when a run is resumed
+    # machine
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
-    threads: int = 1               # CPU threads; 0 for PyTorch's default
+    threads: int = 0               # CPU threads; 0: up to four
     log_interval: int = 10         # steps between lines of progress
-    resume: bool = False           # continue --folder or the last run; if there is none, start one
+    resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
     # actions
-    folder: str = ''               # sample, criteria, --resume: a run's folder; default: the last
-    prompt: str = ''               # sample: a text to continue; default: four of the report's
+    folder: str = ''               # sample, criteria, --resume: a run's folder, instead
+    prompt: str = ''               # sample: a text, or FILE:notes.txt; '': the report's seven
+    num_samples: int = 1           # sample
     new_tokens: int = 100          # sample
     temperature: float = 0.8       # sample: 0 takes the likeliest token
+    top_k: int = 0                 # sample: only from so many likeliest tokens; 0 for all
 
     def __post_init__(self):
         candidates(self.masks)  # fails where there is no such mask
         if not self.init and self.n_embd % self.heads:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.heads}')
+        if 0 < self.positions < self.block_size:
+            fail(f'--positions {self.positions} are less than --block-size {self.block_size}')
 
     @property
     def heads(self):
@@ -276,19 +289,19 @@ class Config:
 PRESETS = {
     'tiny': {},
     't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6,
-               n_embd=384, block_size=256, data='wikitext-2', max_iters=600, learning_rate=1e-4,
-               eval_interval=100, threads=0),
-    # [choice] batch size, learning rates, weight of L1; 512 tokens (the report: "up to 512"); and
-    # attention is trained, since otherwise the loss does not drop as the report's does
+               n_embd=384, block_size=256, data='wikitext-2', max_iters=600, batch_size=8,
+               grad_accum_steps=2, learning_rate=1e-4, eval_interval=100),
+    # [choice] batch size, rates (of the alphas, too), warmup, cosine and its floor, clipping, weight
+    # of L1; 512 tokens (the report: "up to 512"); and attention is trained, since otherwise the
+    # loss does not drop as the report's does
     'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2/model.safetensors',
                       n_head=12, block_size=512, data='wikitext-2', samples=1000, batch_size=4,
                       grad_accum_steps=2, max_iters=12500,  # 100 epochs of 125 steps
-                      learning_rate=1e-4, eval_interval=250, threads=0),
+                      learning_rate=1e-4, eval_interval=250),
 }
-# smallest and largest values; where none is given, 0 and no limit
-LOWEST = dict.fromkeys(('n_layer', 'n_embd', 'block_size', 'batch_size', 'grad_accum_steps',
-                        'eval_interval', 'log_interval'), 1)
-HIGHEST = dict(min_lr_ratio=1)
+MACHINE = {  # settings that a resumed run may change
+    'max_iters', 'eval_rows', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir',
+    'folder', 'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
 CHOICES = {
     'reading': READINGS, 'learn': ('alphas', 'attention'), 'stage': ('teacher', 'student'),
     'tokenizer': ('bytes', 'gpt2'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
@@ -312,30 +325,32 @@ class SelfAttention(nn.Module):
         self.n_head = c.heads
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
-        self.masks, self.reading, self.alpha = 'all', 'renormalised', None
+        self.masks, self.reading, self.alpha = candidates('all'), 'renormalised', None
 
-    def attend(self, q, k, v, maps=None):
-        """q (B, nh, Tq, hs), k and v (B, nh, T, hs) -> like q. Tq is T or, with a cache, 1."""
-        whole = q.size(2) == k.size(2)  # a single query is the newest token's and sees every key
-        log_c = None if self.alpha is None else log_coefficients(self.alpha)
-        if maps is not None:
-            with torch.no_grad():
-                maps.append(attention_weights(q, k, self.masks, log_c, self.reading))
-        if self.alpha is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=whole)
-        if whole and self.reading == 'renormalised' and is_local(self.masks):
-            return blocked_attention(q, k, v, self.masks, log_c)
-        return dense_attention(q, k, v, self.masks, log_c, self.reading)
+    def add_masks(self, c):
+        self.masks, self.reading = candidates(c.masks), c.reading
+        alpha = self.c_attn.bias.new_zeros(len(self.masks))
+        self.alpha = nn.Parameter(alpha)  # [choice] all masks start alike, c = 1/2
 
-    def forward(self, x, cache=None, maps=None):
-        """x (B, T, C) -> like x. A cache, {} at first, keeps k and v."""
+    def log_c(self):
+        return None if self.alpha is None else log_coefficients(self.alpha)
+
+    def heads(self, x):
+        """x (B, T, C) -> q, k, v, each (B, nh, T, hs)."""
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
-        if cache:  # {} is false: nothing to join yet
-            k, v = torch.cat([cache['k'], k], 2), torch.cat([cache['v'], v], 2)
-        if cache is not None:
-            cache.update(k=k, v=v)
-        y = self.attend(q, k, v, maps)  # (B, nh, T, hs)
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+    def attend(self, q, k, v):
+        """q, k, v (B, nh, T, hs) -> like q."""
+        if self.alpha is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.reading == 'renormalised' and is_local(self.masks):
+            return blocked_attention(q, k, v, self.masks, self.log_c())
+        return dense_attention(q, k, v, self.masks, self.log_c(), self.reading)
+
+    def forward(self, x):
+        """x (B, T, C) -> like x."""
+        y = self.attend(*self.heads(x))  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
@@ -355,8 +370,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(c.n_embd)
         self.mlp = MLP(c)
 
-    def forward(self, x, cache=None, maps=None):
-        x = x + self.attn(self.ln_1(x), cache, maps)
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 class GPT2(nn.Module):
@@ -376,13 +391,15 @@ class GPT2(nn.Module):
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
                 nn.init.normal_(p, 0.0, std, generator=generator)
 
-    def forward(self, idx, cache=None, maps=None, last=False):
-        """idx (B, T) -> logits (B, T, V) or, if last, (B, 1, V). cache: a dict for each layer.
-        maps: a list that gets every layer's attention weights (B, nh, T, T)."""
-        past = cache[0]['k'].size(2) if cache and cache[0] else 0
-        x = self.wte(idx) + self.wpe(torch.arange(past, past + idx.size(1), device=idx.device))
-        for i, block in enumerate(self.h):
-            x = block(x, cache[i] if cache else None, maps)
+    def embed(self, idx):
+        """idx (B, T) -> (B, T, C)."""
+        return self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
+
+    def forward(self, idx, last=False):
+        """idx (B, T) -> logits (B, T, V) or, if last, of the last position alone (B, 1, V)."""
+        x = self.embed(idx)
+        for block in self.h:
+            x = block(x)
         x = self.ln_f(x[:, -1:] if last else x)
         # GPT-2's logits are near -100, where bfloat16 rounds to 0.5, which alone is a KL of 5e-3
         with torch.autocast(x.device.type, enabled=False):
@@ -392,31 +409,38 @@ class GPT2(nn.Module):
         return [block.attn.alpha for block in self.h]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0):
-        """idx (B, T) -> (B, T + max_new_tokens); temperature 0 takes the likeliest token."""
-        unread, cache = idx, [{} for _ in self.h]  # each layer's keys and values
-        positions = len(self.wpe.weight)
+    def attention_maps(self, idx):
+        """idx (B, T) -> every layer's attention weights (B, nh, T, T)."""
+        x, maps = self.embed(idx), []
+        for block in self.h:
+            attn = block.attn
+            q, k, _ = attn.heads(block.ln_1(x))
+            maps.append(attention_weights(q, k, attn.masks, attn.log_c(), attn.reading))
+            x = block(x)
+        return maps
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0):
+        """idx (B, T) -> (B, T + max_new_tokens). temperature 0 takes the likeliest token; top_k
+        leaves only so many to choose from. As in nanoGPT, nothing is cached."""
         for _ in range(max_new_tokens):
-            if idx.size(1) > positions:
-                # the window slides, so all positions change and no cached key or value holds
-                unread, cache = idx[:, -positions:], None
-            logits = self(unread, cache, last=True)[:, -1]  # (B, V)
-            if temperature:
+            logits = self(idx[:, -len(self.wpe.weight):], last=True)[:, -1].float()  # (B, V)
+            if top_k:
+                least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
+                logits[logits < least] = -math.inf
+            if temperature > 1e-6:  # below, softmax would overflow
                 token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
             else:
                 token = logits.argmax(-1, keepdim=True)
             idx = torch.cat([idx, token], dim=1)
-            unread = token
         return idx
 
-def substitute(teacher, c):
-    """A student: a copy of the teacher, with masks. --learn says which of its parameters train."""
+def make_student(teacher, c):
+    """A copy of the teacher, with masks. --learn says which of its parameters train."""
     model = copy.deepcopy(teacher)
     model.config = c
     for block in model.h:
-        block.attn.masks, block.attn.reading = c.masks, c.reading
-        alpha = model.wte.weight.new_zeros(len(candidates(c.masks)))
-        block.attn.alpha = nn.Parameter(alpha)  # [choice] all masks start alike, c = 1/2
+        block.attn.add_masks(c)
     trained = '.attn.' if c.learn == 'attention' else '.alpha'
     for name, p in model.named_parameters():
         p.requires_grad_(trained in name)
@@ -429,12 +453,13 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-VOCAB_SIZE = dict(bytes=256, gpt2=50257)  # tokenizer -> number of its tokens
+VOCAB_SIZE = dict(bytes=256, gpt2=50257)  # of each tokenizer
 
 def get_tokenizer(name):
     """Functions encode, text -> ids, and decode, ids -> text. tiktoken downloads gpt2's once."""
     if name == 'bytes':
-        return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors='replace')
+        return (lambda text: list(text.encode(errors='replace')),
+                lambda ids: bytes(ids).decode(errors='replace'))
     import tiktoken
     gpt2 = tiktoken.get_encoding('gpt2')
     return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}), gpt2.decode
@@ -446,7 +471,7 @@ def read_text(c):
         texts = [path.read_text('utf-8', errors='replace') for path in files]
         train = [text for i, text in enumerate(texts) if i % 10 != 9]
         return ''.join(train), ''.join(texts[9::10])
-    if not Path(c.data).is_file():
+    if not Path(c.data).exists():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
              f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
     try:
@@ -458,6 +483,9 @@ def read_text(c):
 
 def read_tokens(path, tokenizer):
     """A file of uint16 token ids, as nanoGPT writes them. Its first 8 million are checked."""
+    if not path.exists():
+        fail(f'{path} is missing: for text, name one file, or '
+             '`python prepare_data.py text FILE` makes a folder of it')
     try:
         tokens = np.memmap(path, np.uint16, 'r')
     except ValueError as error:  # it is empty, or has an odd number of bytes
@@ -487,7 +515,8 @@ def read_meta(folder):
     return meta
 
 def load_data(c):
-    """c.data -> train and val (uint16 tokens), their tokenizer, the size of its vocabulary."""
+    """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size, and
+    facts, by which a run knows its data again."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if folder.is_dir():
         tokenizer = read_meta(folder)['tokenizer']
@@ -497,12 +526,15 @@ def load_data(c):
         encode, _ = get_tokenizer(tokenizer)
         train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
     if min(len(train), len(val)) <= c.block_size + 1:
-        fail(f'--data {c.data} does not fill a sequence of --block-size {c.block_size}')
+        fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
     vocab_size = VOCAB_SIZE[tokenizer]
-    if c.vocab_size not in (0, vocab_size):
+    if 0 < c.vocab_size < vocab_size:
         fail(f'--vocab-size {c.vocab_size}: the vocabulary of {tokenizer} has {vocab_size} tokens')
+    ends = np.concatenate([part for t in (train, val) for part in (t[:9999], t[-9999:])])
+    facts = dict(tokenizer=tokenizer, vocab_size=vocab_size, train=len(train), val=len(val),
+                 checksum=zlib.crc32(ends.tobytes()))
     return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size,
-                           about=c.data)
+                           facts=facts, about=c.data)
 
 # ------------------------------------ training ------------------------------------
 GPT2_FORM = dict(  # fields of config.json that change what a model computes, as GPT-2 has them
@@ -512,10 +544,13 @@ GPT2_FORM = dict(  # fields of config.json that change what a model computes, as
 def heads_of(path, n_head):
     """The number of heads, which weights do not show: our checkpoints say it, for other files
     config.json does, and otherwise it is n_head. A config.json of another model is refused."""
-    about = load_checkpoint(path, foreign=True).get('config', {})
+    about = load_checkpoint(path).get('config', {})
     beside = Path(path).with_name('config.json')
     if not about and beside.exists():
-        about = json.loads(beside.read_text('utf-8'))
+        try:
+            about = dict(json.loads(beside.read_text('utf-8')))
+        except (ValueError, TypeError):
+            fail(f'{beside} is not a JSON object')
     for field, value in GPT2_FORM.items():
         if about.get(field, value) != value:
             fail(f'{beside} has {field} {about[field]}: GPT-2, as computed here, has {value}')
@@ -540,58 +575,72 @@ def load_gpt2(path, n_head=0):
         fail(f'--init {path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
     n_layer = sum(name.startswith('h.') and name.endswith('.ln_1.weight') for name in weights)
     model = GPT2(Config(stage='teacher', n_layer=n_layer, n_head=heads_of(path, n_head),
-                        n_embd=wte.size(1), positions=len(wpe), vocab_size=len(wte)))
+                        n_embd=wte.size(1), positions=len(wpe), block_size=len(wpe),
+                        vocab_size=len(wte)))
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         fail(f'--init {path} is not a GPT-2: {" ".join(str(error).split())[:200]}')
     return model
 
-def make_model(c, data):
-    """A model on the CPU: a new teacher, or a student of --init's teacher. Its config is c with the
-    tokenizer of the data and the sizes of the teacher. Without data, c is saved and has them."""
-    c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))  # your own data may not say
-    if c.stage == 'teacher':
-        return GPT2(replace(c, vocab_size=c.vocab_size or data.vocab_size, n_head=c.heads))
-    if c.resume or not data:  # the caller then loads the weights of both from a checkpoint
-        return substitute(GPT2(c), c)
-    teacher = load_gpt2(c.init, c.n_head)
-    t = teacher.config
-    V = getattr(data, 'vocab_size', t.vocab_size)
-    if V != t.vocab_size or t.positions < c.block_size:
-        fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; tokenizer '
-             f'{c.tokenizer} needs {V} tokens, and --block-size {c.block_size} as many positions')
-    sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
-    for name, size in sizes.items():
+SIZES = 'n_layer', 'n_head', 'n_embd', 'positions', 'vocab_size'
+
+def with_sizes(c):
+    """c with the sizes of --init's teacher. The settings of a run that is resumed have them."""
+    if c.stage == 'teacher' or not c.init or c.positions:
+        return c
+    t = load_gpt2(c.init, c.n_head).config
+    if t.positions < c.block_size:
+        fail(f'--init {c.init} has {t.positions} positions, fewer than --block-size {c.block_size}')
+    for name in SIZES:
+        size = getattr(t, name)
         if getattr(c, name) not in (size, getattr(Config, name)):  # a default asks for nothing
             fail(f'--init {c.init} has {name} {size}: give --{name.replace("_", "-")} {size}')
-    return substitute(teacher, replace(c, vocab_size=t.vocab_size, **sizes))
+    return replace(c, **{name: getattr(t, name) for name in SIZES})
+
+def make_model(c, data, teacher=None):
+    """A model on the CPU: a teacher, or a student of `teacher` (None: of one with random weights).
+    Its config is c with the data's tokenizer and all sizes; data may be what a saved run knows."""
+    c = replace(with_sizes(c), tokenizer=getattr(data, 'tokenizer', c.tokenizer))
+    size = getattr(data, 'vocab_size', c.vocab_size)
+    if not size:  # your own arrays do not say
+        size = 1 + int(max(np.max(data.train), np.max(data.val)))
+        if min(np.min(data.train), np.min(data.val)) < 0:
+            fail('your data have ids below 0: leave padding out')
+    if c.stage == 'student' and c.init and size != c.vocab_size:
+        fail(f'--init {c.init} has {c.vocab_size} tokens, and tokenizer {c.tokenizer} {size}')
+    c = replace(c, vocab_size=c.vocab_size or size, n_head=c.heads)
+    return GPT2(c) if c.stage == 'teacher' else make_student(teacher or GPT2(c), c)
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
-    groups = []
+    alphas, matrices, others = [], [], []
     for name, p in model.named_parameters():
-        if p.requires_grad:
-            lr = c.alpha_lr if name.endswith('alpha') else c.learning_rate
-            decay = c.weight_decay if c.stage == 'teacher' and p.dim() == 2 else 0.0
-            groups.append(dict(params=[p], lr=lr, peak=lr, weight_decay=decay))
-    return torch.optim.AdamW(groups, betas=(0.9, 0.99))
+        if p.requires_grad and name.endswith('alpha'):
+            alphas.append(p)
+        elif p.requires_grad:
+            (matrices if p.dim() == 2 else others).append(p)
+    decay = c.weight_decay if c.stage == 'teacher' else 0.0
+    groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
+              dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
+              dict(params=others, peak=c.learning_rate, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(0.9, 0.99))  # train sets the rates
 
-def sequences(tokens, starts, c, device):
+def windows(tokens, starts, c, device):
     """The tokens from each start on, and those one step later, both (B, T) int64."""
     x = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
     x = torch.from_numpy(x).to(device)
     return x[:, :-1], x[:, 1:]
 
 def get_batch(data, c, step, micro, device):
-    """This process's rows of a micro-batch, the same for every variant and in a resumed run."""
-    n = len(data.train) - c.block_size  # places where a sequence fits
+    """A micro-batch of a step, the same for every variant and in a resumed run."""
+    n = len(data.train) - c.block_size  # places where a window fits
     size = c.grad_accum_steps, c.batch_size
     drawn = stream('batch', c.seed, step).integers(c.samples or n, size=size)
     if c.samples:
         samples = stream('samples', c.seed).integers(n, size=c.samples)  # the same in every step
         drawn = samples[drawn]
-    return sequences(data.train, drawn[micro, RANK::WORLD], c, device)
+    return windows(data.train, drawn[micro], c, device)
 
 def loss_of(model, batch, c):
     """A teacher's cross-entropy; a student's KL and L1 on the coefficients [MA Sec. 2.5].
@@ -606,17 +655,17 @@ def loss_of(model, batch, c):
     return token_kl(teacher_logits, model(x)).mean() + c.l1 * l1
 
 def validation(data, c, device):
-    """Batches of the same c.eval_rows sequences every time, spread evenly over the validation text;
+    """Batches of the same c.eval_rows windows every time, spread evenly over the validation text;
     with 0, all that fit side by side."""
     last = len(data.val) - c.block_size - 1
     rows = c.eval_rows or (len(data.val) - 1) // c.block_size
     starts = np.unique(np.linspace(0, last, rows).astype(np.int64))
     for i in range(0, len(starts), c.batch_size):
-        yield sequences(data.val, starts[i:i + c.batch_size], c, device)
+        yield windows(data.val, starts[i:i + c.batch_size], c, device)
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on the validation sequences, without L1; for a student also the share of pairs that it
+    """Loss on the validation windows, without L1; for a student also the share of pairs that it
     keeps and every coefficient, such as 0.window:32 for layer 0."""
     c = replace(c, l1=0.0)
     total = rows = 0
@@ -627,9 +676,10 @@ def evaluate(model, data, c, device):
             rows += len(x)
     figures = dict(val_loss=total / rows)
     if model.teacher:
-        figures['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
+        masks = candidates(c.masks)
+        figures['kept'] = kept_pairs(model.alphas(), masks, c.block_size)
         for layer, alpha in enumerate(model.alphas()):
-            for (kind, n), c_k in zip(candidates(c.masks), alpha.sigmoid().tolist()):
+            for (kind, n), c_k in zip(masks, alpha.sigmoid().tolist()):
                 figures[f'{layer}.{kind}:{n}'] = c_k
     return figures
 
@@ -645,16 +695,15 @@ def passes(name, value):
     return value >= limit if sign == '>=' else value <= limit
 
 def forward_backward(model, x, y):
-    """Log-probabilities (N, V) at the N targets y that are not -1, every layer's attention weights
-    (B, nh, T, T), and the gradient of the summed cross-entropy for all parameters of attention."""
+    """Log-probabilities (N, V) at the N targets y that are not -1, and the gradient of the summed
+    cross-entropy for all parameters of attention."""
     params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
               if name.startswith('h.') and '.attn.c_' in name}
-    maps = []
-    logits = torch.func.functional_call(model, params, x, dict(maps=maps))
+    logits = torch.func.functional_call(model, params, x)
     log_p = F.log_softmax(logits, dim=-1)[y >= 0]
     loss = F.nll_loss(log_p, y[y >= 0], reduction='sum')
     gradient = torch.autograd.grad(loss, list(params.values()))
-    return log_p.detach(), maps, torch.cat([g.flatten() for g in gradient])
+    return log_p.detach(), torch.cat([g.flatten() for g in gradient])
 
 def fidelity(model, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T), where y = -1 is
@@ -665,14 +714,14 @@ def fidelity(model, batches):
         real = y >= 0  # (B, T)
         target = y[real]  # (N,)
         both = [forward_backward(net, x, y) for net in (model.teacher, model)]
-        for who, (log_p, _, g) in enumerate(both):
+        for who, (log_p, g) in enumerate(both):
             right[who] += (log_p.argmax(-1) == target).sum()
             nll[who] += F.nll_loss(log_p, target, reduction='sum')
             gradient[who] += g
-        (log_p, teacher_maps, _), (log_q, maps, _) = both
+        (log_p, _), (log_q, _) = both
         tokens += len(target)
         kl += (log_p.exp() * (log_p - log_q)).sum()
-        for teacher_P, P in zip(teacher_maps, maps):
+        for teacher_P, P in zip(model.teacher.attention_maps(x), model.attention_maps(x)):
             gap = (teacher_P - P).transpose(1, 2)[real]  # (N, nh, T)
             squared_error += gap.square().sum()
             pairs += gap.size(1) * (real.nonzero()[:, 1] + 1).sum()  # j <= i
@@ -697,65 +746,98 @@ def learning_rate(step, c, peak):
     return peak * factor
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping."""
+    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
+    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
         with autocast:
-            loss = loss_of(net, batch, c) / (c.grad_accum_steps * WORLD)
+            loss = loss_of(net, batch, c) / c.grad_accum_steps
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sum over the processes
+    if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
         for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    scaler.step(optimizer)  # in float16, a step whose gradients overflowed is skipped
+    skipped = not norm.isfinite() and scaler.get_scale() > 1
+    scaler.step(optimizer)
     scaler.update()
-    return total.item(), norm.item()
+    return total.item(), 0.0 if skipped else norm.item()
+
+def as_teacher(c):
+    """Settings for training a teacher: a plain GPT-2 that learns the text."""
+    return replace(c, stage='teacher', init='', max_iters=c.teacher_iters, warmup_iters=100,
+                   learning_rate=c.teacher_lr, samples=0)
+
+def first_teacher(c, folder, data):
+    """The teacher of a new student: --init's or, without --init, one that is trained here, in the
+    student's folder, where it is kept as teacher.pt."""
+    if c.init:
+        return load_gpt2(c.init, c.n_head)
+    print('stage 1 of 2: a small GPT-2, the teacher, learns the text')
+    teacher, _ = train(replace(c, stage='teacher'), folder, data)
+    teacher.zero_grad()  # a copy would have its last gradients, and clipping would count them
+    if folder and RANK == 0:
+        shutil.copyfile(Path(folder, 'best.pt'), Path(folder, 'teacher.pt'))
+        teacher.load_state_dict(load_checkpoint(Path(folder, 'best.pt'))['model'])
+    if WORLD > 1:
+        for p in teacher.parameters():
+            dist.broadcast(p.data, 0)
+    print('\nstage 2 of 2: the student, a copy with masks, learns to predict what it predicts')
+    return teacher
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val."""
+    go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val, each
+    longer than a window. A student without --init gets a teacher first."""
     device, dtype = pick_device(c)
-    data = data or load_data(c)
+    data, teacher = data or load_data(c), None
+    if c.stage == 'teacher':
+        c = as_teacher(c)
+    elif not c.resume or load_checkpoint(Path(c.folder, 'ckpt.pt'))['config']['stage'] == 'teacher':
+        teacher = first_teacher(c, folder, data)
+        c = replace(c, resume=False)
+    facts = dict(getattr(data, 'facts', {}))
+    if c.init and Path(c.init).is_file():  # if it is gone: a run that is resumed has its weights
+        facts['teacher'] = zlib.crc32(Path(c.init).read_bytes())
     torch.manual_seed(c.seed)  # for parameters of your own
-    model = make_model(c, data).to(device)
+    model = make_model(c, data, teacher).to(device)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
     net = torch.compile(model) if c.compile else model
     start, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        saved = load_checkpoint(Path(folder, 'ckpt.pt'))
-        model.load_state_dict(saved['model'])
-        # only its moments: weight decay and the like are those of c
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
-        if saved['scaler']:  # it was trained in float16
-            scaler.load_state_dict(saved['scaler'])
-        start, seconds, log, losses = saved['progress']
+        start, seconds, log, losses = resume_run(c, model, optimizer, scaler,
+                                                 SimpleNamespace(facts=facts))
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
           f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
+    batches = prefetch(lambda step: [get_batch(data, c, step, micro, device)
+                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
+                       range(start, c.max_iters))
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict()['state'],
-                         scaler=scaler.state_dict(), config=asdict(model.config),
-                         progress=(step, seconds, log, losses))
-            save(folder, 'ckpt.pt', state)
+            weights = dict(model=model.state_dict(), config=asdict(model.config), data=facts)
+            save(folder, 'ckpt.pt', dict(
+                weights, optimizer=optimizer.state_dict()['state'], scaler=scaler.state_dict(),
+                progress=(step, seconds, log, losses)))
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
+            if math.isnan(row['val_loss']):
+                raise FloatingPointError(f'validation loss nan at step {step}: try a lower '
+                                         '--learning-rate, or check any formula you edited')
             if step == c.max_iters and model.teacher:
                 row.update(fidelity(model, validation(data, c, device)))
             log, losses = [*log, row], []
-            best = min(past['val_loss'] for past in log)  # this row included
-            if row['val_loss'] <= best or math.isnan(best):
-                save(folder, 'best.pt', state)
+            if row['val_loss'] == min(past['val_loss'] for past in log):
+                save(folder, 'best.pt', weights)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
         if step == c.max_iters:
@@ -765,11 +847,8 @@ def train(c, folder=None, data=None):
         clock = time.time()
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c, group['peak'])
-        batches = (get_batch(data, c, step, micro, device) for micro in range(c.grad_accum_steps))
-        loss, norm = train_step(net.train(), batches, c, optimizer, scaler, autocast)
-        # in float16, a step that overflows is skipped and halves the scale, down to 1
-        overflow = not math.isfinite(norm) and scaler.get_scale() > 1
-        if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+        loss, norm = train_step(net.train(), next(batches), c, optimizer, scaler, autocast)
+        if not math.isfinite(loss + norm):
             raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
                                      'lower --learning-rate, or check any formula you edited')
         losses.append(loss)
@@ -782,47 +861,36 @@ def train(c, folder=None, data=None):
                   flush=True)
     return model, log
 
-# -------------------------- teacher, report, sample, criteria --------------------------
-TEACHERS = SCRIPT + '-teacher'  # where teachers go, under out/
-
-def as_teacher(c):
-    """Settings for training a teacher: a plain GPT-2 that learns the text."""
-    return replace(c, stage='teacher', init='', max_iters=c.teacher_iters, warmup_iters=100,
-                   learning_rate=c.teacher_lr, samples=0)
-
-def train_student(c):
-    """Train a student of --init's teacher or, without --init, a teacher first."""
-    if not c.init and not c.resume:
-        print('stage 1 of 2: a small GPT-2, the teacher, learns the text')
-        folder = [train_and_report(as_teacher(c), TEACHERS)['folder']]
-        if WORLD > 1:
-            dist.broadcast_object_list(folder)  # only the first process knows it
-        print('\nstage 2 of 2: the student, a copy with masks, learns to predict what it predicts')
-        c = replace(c, init=str(folder[0] / 'best.pt'))
-    return train_and_report(c)
-
-def train_teacher(c):
-    """Train a teacher alone."""
-    if c.resume and c.stage != 'teacher':
-        fail(f'{c.folder} is a student\'s: name the teacher\'s with --folder')
-    return train_and_report(c if c.resume else as_teacher(c), TEACHERS)
+# ------------------------------ report, sample, criteria ------------------------------
+def train_run(c):
+    """Train a student or, as `teacher` does, a teacher alone."""
+    return train_and_report(with_sizes(c))
 
 def report(c, model, log, folder, data):
-    """The result beside a baseline, as text; and pictures of the run and of its layers."""
-    what = 'KL from the teacher' if model.teacher else 'loss'
+    """Print the result beside what the report wants, and two samples; draw the run and its masks.
+    """
+    loss = log[-1]['val_loss']
+    if model.teacher:
+        print('\n' + judge(model, data, c)[0])
+        try:
+            print(side_by_side(c, model, PROMPTS[:2]))
+        except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and a network
+            print(f'note    no samples: {error}')
+        what, actions = 'KL from the teacher', ['criteria --eval-rows 0', 'sample']
+        draw_layers(folder / 'layers.png', model, log)
+    else:
+        print(f'\nresult  validation loss {loss:.3f} nats per token; a uniform guess gets '
+              f'{math.log(model.config.vocab_size):.3f}')
+        what, actions = 'loss', ['sample']
     draw(folder / 'curves.png', {c.stage: log}, [
         ('training loss (nats per token)', 'loss'),
         (f'validation {what} (nats per token)', 'val_loss')])
-    if not model.teacher:
-        return (f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token; a uniform '
-                f'guess gets {math.log(model.config.vocab_size):.3f}\n'
-                f'file    --init {folder}/best.pt makes students of this teacher')
-    draw_layers(folder / 'layers.png', model, log)
-    text, _ = judge(model, data, c)
-    return (f'{side_by_side(c, model, PROMPTS[:2])}\n\n{text}\n'
-            f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-            f'next    python {PROGRAM} criteria --eval-rows 0 --folder {folder}  # on all text\n'
-            f'        python {PROGRAM} --masks last5 --init {c.init}  # other masks')
+    own = 'best.pt' if c.stage == 'teacher' else 'teacher.pt'
+    c = replace(c, stage='student', init=c.init or str(folder / own),  # from which sizes come
+                **{name: getattr(Config, name) for name in SIZES})
+    other = 'last5' if c.masks != 'last5' else 'windows'
+    print(f'teacher {c.init}: --init makes other students of it')
+    files_and_next(c, folder, 'masks', [other, c.masks], *actions)
 
 def draw_layers(path, model, log):
     """The report's figures: the coefficients of every layer over the steps."""
@@ -834,63 +902,72 @@ def draw_layers(path, model, log):
                         for kind, n in candidates(model.config.masks)])
 
 def judge(model, data, c):
-    """The report's criteria on c.eval_rows sequences, for the masks alone and for the trained
-    student -> text, the student's figures."""
+    """The report's criteria on c.eval_rows windows, for the masks alone and for the trained student
+    -> text, the student's figures."""
     batches = [*validation(data, c, model.wte.weight.device)]
     text = 'the report wants'
     for name, (sign, limit) in CRITERIA.items():
         text += f'{name} {sign} {limit:g}'.rjust(20)
-    for case, net in (('mask only', substitute(model.teacher, c)), ('trained', model)):
+    for case, net in (('mask only', make_student(model.teacher, c)), ('trained', model)):
         figures = fidelity(net, batches)
         text += f'\n{case:16}'
         for name in CRITERIA:
             verdict = 'PASS' if passes(name, figures[name]) else 'FAIL'
             text += f'{figures[name]:#15.3g} {verdict}'
-    kept = kept_pairs(model.alphas(), c.masks, c.block_size)
+    kept = kept_pairs(model.alphas(), candidates(c.masks), c.block_size)
     rows = sum(len(x) for x, _ in batches)
     text += (f'\nresult  {kept:.0%} of pairs give {figures["accuracy"]:.3f} times the accuracy; '
-             f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on {rows} sequences\n'
+             f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on {rows} windows\n'
              f'        perplexity {figures["perplexity"]:.3f}, the teacher\'s '
              f'{figures["teacher_perplexity"]:.3f}')
     return text, figures
 
 def criteria(c):
-    """Judge a student by the report's criteria, on as many sequences as you like."""
-    saved, model = load_run(c, 'ckpt.pt')  # best.pt was chosen on the text used here to judge
+    """Judge a student by the report's criteria, on as many windows as you like."""
+    model, _ = load_run(c, 'ckpt.pt')  # best.pt was chosen on the text used here to judge
     if not model.teacher:
-        fail(f'--folder {c.folder} is a teacher\'s: name a student\'s')
-    text, figures = judge(model, load_data(saved), replace(saved, eval_rows=c.eval_rows))
+        fail(f'--folder {c.folder} has no student yet: name another, or --resume it')
+    text, figures = judge(model, load_data(c), c)
     print(text)
     return figures
 
-PROMPTS = [  # the report's short ones
+PROMPTS = [  # the report's, short and longer ones
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
-    'The future of artificial intelligence']
+    'The future of artificial intelligence',
+    'In the year 2157, humanity had finally perfected interstellar travel. The first colony ship, '
+    'brimming with hope and thousands of eager settlers',
+    'The scientist stared at the glowing vial on the laboratory table, her fingers trembling with '
+    'anticipation. After years of relentless experimentation',
+    'The detective pushed open the heavy oak door, stepping into a room thick with the scent of old '
+    'books and something more sinister—fear']
 
 def side_by_side(c, model, prompts):
     """How teacher and student continue each prompt, from the same seed, as text."""
-    encode, decode = get_tokenizer(model.config.tokenizer)
+    tokenizer = model.config.tokenizer
+    encode, decode = get_tokenizer(tokenizer)
     nets = dict(teacher=model.teacher, student=model) if model.teacher else dict(teacher=model)
     lines = []
     for prompt in prompts:
+        if prompt.startswith('FILE:'):  # as in nanoGPT
+            prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8')
         idx = torch.tensor([encode(prompt)], device=model.wte.weight.device)  # (1, T)
         for name, net in nets.items():
             torch.manual_seed(c.seed)
-            out = net.generate(idx, c.new_tokens, c.temperature)
-            lines.append(f'\n{name}: {decode(out[0].tolist())}')
+            for _ in range(c.num_samples):
+                out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
+                text = decode([t for t in out if t < VOCAB_SIZE[tokenizer]])  # spare ids
+                lines.append(f'\n{name}: {text}')
     return '\n'.join(lines)
 
 def sample(c):
     """Let teacher and student continue --prompt or, without it, the report's prompts."""
-    _, model = load_run(c, 'ckpt.pt')
+    model, _ = load_run(c, 'ckpt.pt')
     text = side_by_side(c, model, [c.prompt] if c.prompt else PROMPTS)
     print(text)
     return text
 
 # ------------------------------------ runs ------------------------------------
 # --- runs (identical in all four scripts; test_all.py checks)
-SOURCE = Path(__file__).read_bytes() if '__file__' in globals() else b''  # b'' in a notebook cell
-VERSION = hashlib.sha1(b'blob %d\0' % len(SOURCE) + SOURCE).hexdigest()   # git's name for the file
 PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
 
 def pick_device(c):
@@ -899,23 +976,32 @@ def pick_device(c):
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     if name == 'cuda':
-        name = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-    if name.startswith('cuda'):
-        if not torch.cuda.is_available():
-            fail(f'--device {c.device}: PyTorch finds no CUDA device here')
-        torch.cuda.set_device(name)
+        name = f'cuda:{os.environ.get("LOCAL_RANK", 0) if WORLD > 1 else 0}'
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):
+        fail(f'--device {c.device}: PyTorch finds none here (names are cpu, cuda, cuda:1, mps)')
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    if c.dtype != 'auto':
-        dtype = c.dtype
-    if c.threads:
-        torch.set_num_threads(c.threads)
-    return torch.device(name), getattr(torch, dtype)
+    torch.set_num_threads(c.threads or min(4, os.cpu_count()))
+    return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
     """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** 9, enabled=dtype == torch.float16)
-    return autocast, scaler
+    return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+def prefetch(make, steps):
+    """Yield make(step) for each step. A thread makes the next while the caller works."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = None
+        for step in steps:
+            ready, coming = coming, thread.submit(make, step)
+            if ready:
+                yield ready.result()
+        if coming:
+            yield coming.result()
 
 def count(model):
     """Number of trainable parameters."""
@@ -930,32 +1016,46 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT, version=VERSION), buffer)
+        torch.save(dict(state, script=SCRIPT), buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, foreign=False):
-    """A checkpoint of this script or, if foreign, of any program. Nothing in the file is run."""
+def load_checkpoint(path, own=False):
+    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
     try:
         if str(path).endswith('.safetensors'):
-            from safetensors.torch import load_file
-            return load_file(path)
-        saved = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # no such file, no safetensors, or any of PyTorch's half a dozen
+            return read_safetensors(Path(path).read_bytes())
+        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # no such file, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        fail(f'{path} cannot be read: {" ".join(str(error).split())[:150]}')
-    if not foreign and saved.get('script') != SCRIPT:
+        if not Path(path).is_file():
+            fail(f'{path}: there is no such file')
+        fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
+    if own and saved.get('script') != SCRIPT:
         fail(f'{path} is not a checkpoint of {SCRIPT}.py')
     return saved
 
+def read_safetensors(raw):
+    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
+    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
+    start = 8 + int.from_bytes(raw[:8], 'little')
+    tensors = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        if name != '__metadata__':
+            first, last = entry['data_offsets']
+            data = bytearray(raw[start + first:start + last])
+            tensors[name] = torch.frombuffer(data, dtype=kinds[entry['dtype']]).view(entry['shape'])
+    return tensors
+
 def read_weights(path, **settings):
     """{name: tensor} from a checkpoint, ours or another program's, without the prefixes that
-    wrappers add. `settings`, such as n_head=4, do not show in shapes: the file must agree."""
-    saved = load_checkpoint(path, foreign=True)
-    theirs = saved.get('config', saved.get('model_args', {}))  # ours, nanoGPT's
+    wrappers add. Shapes do not show the number of heads: pass n_head=... to check it."""
+    saved = load_checkpoint(path)
+    theirs = saved.get('model_args') or saved.get('config') or {}  # nanoGPT's, ours
     for name, value in settings.items():
         if theirs.get(name, value) != value:
             fail(f'{path} has {name} {theirs[name]}, not {value}: '
@@ -969,98 +1069,156 @@ def read_weights(path, **settings):
 def write_log(folder, log):
     """Write all rows of figures to the table folder/log.csv."""
     if folder and RANK == 0:
-        with open(Path(folder, 'log.csv'), 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
-            writer.writeheader()
-            writer.writerows(log)
+        try:
+            with open(Path(folder, 'log.csv'), 'w', newline='') as file:
+                writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+                writer.writeheader()
+                writer.writerows(log)
+        except PermissionError as error:  # Excel has it open, say
+            print(f'note    {error}: its rows follow with the next evaluation')
+
+def picture(path, paint, **size):
+    """Save what paint(figure) draws. Without matplotlib, or if it fails, print a note."""
+    try:
+        from matplotlib.figure import Figure
+        figure = Figure(layout='tight', **size)
+        paint(figure)
+        figure.savefig(path)
+    except Exception as error:  # a font, or matplotlib's own imports
+        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
     or (title, figure, second figure, which is dashed)."""
-    try:
+    def paint(figure):
         from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
-    colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
-    picture = Figure(figsize=(5 * len(panels), 4), layout='tight')
-    for i, (title, *names) in enumerate(panels, 1):
-        axis = picture.add_subplot(1, len(panels), i, xlabel='step', title=title)
-        for (label, log), colour in zip(logs.items(), colours):
-            for name, line in zip(names, ('.-', '.--')):
-                rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
-                axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
-                          color=colour, label=label)
-                label = None  # once in the legend
-        axis.grid(alpha=0.3)
-    axis.legend()
-    picture.savefig(path)
+        colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
+        for i, (title, *names) in enumerate(panels, 1):
+            axis = figure.add_subplot(1, len(panels), i, xlabel='step', title=title)
+            for (label, log), colour in zip(logs.items(), colours):
+                for name, line in zip(names, ('.-', '.--')):
+                    rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
+                    axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
+                              color=colour, label=label)
+                    label = None  # once in the legend
+            axis.grid(alpha=0.3)
+        axis.legend()
+    picture(path, paint, figsize=(5 * len(panels), 4))
 
 def new_folder(c, where=SCRIPT):
     """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
     if RANK:
         return None  # only the first process writes
+    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
     for n in itertools.count(1):
         folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             pass
 
-def last_folder(folder, out_dir):
-    """--folder or else the newest checkpoint's folder; None if there is none."""
-    if folder:
-        return Path(folder)
-    checkpoints = sorted(Path(out_dir, SCRIPT).glob('*/ckpt.pt'), key=os.path.getmtime)
-    return checkpoints[-1].parent if checkpoints else None
+def read_config(folder):
+    """A run's settings, as a dict."""
+    file, known = Path(folder, 'config.json'), asdict(Config())
+    config = json.loads(file.read_text('utf-8')) if file.exists() else {}
+    if not config or config.keys() - known.keys():
+        fail(f'{folder} is not a run of {SCRIPT}.py')
+    return {**known, **config}
+
+def find_run(given, resume):
+    """--folder, or the newest run with the settings `given` on the command line, or None. For
+    --resume it has the command's own name and, if there is such a run, no other settings."""
+    if given.get('folder'):
+        return Path(given['folder'])
+    typed = {name: x for name, x in given.items() if name not in MACHINE}
+    c = Config(**typed)
+    name = f'{c.variant}-s{c.seed}' if resume and typed else ''
+    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = [file for file in sorted(runs, key=os.path.getmtime, reverse=True)
+            if file.with_name('config.json').exists()]  # train in a notebook writes none
+    for wanted in (asdict(c), typed) if name else (typed,):
+        for file in runs:
+            config = read_config(file.parent)
+            if all(config[key] == x for key, x in wanted.items() if key not in MACHINE):
+                return file.parent
 
 def load_run(c, name='best.pt'):
-    """Settings and model of --folder, or of the last run, with its best weights."""
-    folder = last_folder(c.folder, c.out_dir)
-    if not folder:
-        fail(f'there is no run in {c.out_dir}/{SCRIPT} yet: train first')
-    if not c.folder:
-        print(f'run     {folder}, the newest\n')
-    saved = load_checkpoint(folder / name)
-    model = make_model(Config(**saved['config']), None).to(pick_device(c)[0])
+    """Model of a run, with its best weights, and what the run knows of its data."""
+    saved = load_checkpoint(Path(c.folder, name), own=True)
+    data = SimpleNamespace(**saved['data'])
+    model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
     try:
         model.load_state_dict(saved['model'])
     except RuntimeError:
-        fail(f'{folder} holds weights of another model: {SCRIPT}.py has changed since')
-    return model.config, model.eval()
+        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    return model.eval(), data
+
+def resume_run(c, model, optimizer, scaler, data):
+    """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
+    for name, x in getattr(data, 'facts', {}).items():
+        if saved['data'].get(name) != x:
+            fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
+                 f'and is {x}'[:300])
+    if c.max_iters < saved['progress'][0]:
+        fail(f'--max-iters {c.max_iters}: {c.folder} is at step {saved["progress"][0]}')
+    model.load_state_dict(saved['model'])
+    # restore only the moments; weight decay etc. come from the settings
+    optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+    if saved['scaler']:  # it was trained in float16
+        scaler.load_state_dict(saved['scaler'])
+    return saved['progress']
 
 def train_and_report(c, where=SCRIPT):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    if c.folder and not c.resume:
-        fail('--folder names a run to --resume; a new run picks its own name')
     data = load_data(c)
     folder = Path(c.folder) if c.resume else new_folder(c, where)
     if RANK == 0:
-        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1))
+        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        print(f'\nstopped; continue with: python {PROGRAM} --resume --folder {folder}')
+        saved = folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        print(f'\nstopped; to continue from step {step}: '
+              f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
     if RANK == 0:
-        print(report(c, model.eval(), log, folder, data))
+        report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
+def files_and_next(c, folder, field, values, *more):
+    """Lines that end a report: its files, further commands, and one that compares variants."""
+    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
+    flags = []
+    for f in fields(Config):
+        value, flag = getattr(c, f.name), f.name.replace('_', '-')
+        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
+            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
+                         else f'--{flag}={value}')
+    if Path(PROGRAM).name != f'{SCRIPT}.py':
+        flags += ['--with', PROGRAM]
+    compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
+                          f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
+    for command in more:
+        print(f'next    python {PROGRAM} {command} --folder {shlex.quote(str(folder))}')
+    print(f'next    python {compare}  # trains and draws both')
+
 def parse(argv=None):
-    """argv -> action, Config. Flags override the preset; with --resume, settings are the run's."""
+    """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    fields_of_config = SOURCE.decode().partition('class Config:\n')[2].partition('    def ')[0]
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=fields_of_config.replace('"""', ''),
+        description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         allow_abbrev=False)
     p.error = lambda message: fail(f'{message} (see --help)')
     p.add_argument('--preset', choices=PRESETS, help='a set of settings; flags override it')
     kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(nargs='+')}
-    for f in fields(Config):
+    for f in [f for f in fields(Config) if f.name != 'num_classes']:  # that is the data's
         kind = kinds.get(f.type, dict(type=f.type, choices=CHOICES.get(f.name)))
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
@@ -1068,47 +1226,47 @@ def parse(argv=None):
     preset = given.pop('preset', 'tiny')
     given = {**PRESETS[preset], **given}
     for name, value in given.items():
-        lowest, highest = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
-        if type(value) in (int, float) and not lowest <= value <= highest:  # nor may it be nan
-            fail(f'{name} {value}: must be from {lowest} to {highest}')
-    folder = last_folder(given.get('folder'), given.get('out_dir', Config.out_dir))
-    if given.get('resume') and folder:
-        return action, resumed(folder, given)
-    if action == 'train' and preset == 'tiny' and torch.cuda.is_available():
-        print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
-    return action, Config(**{**given, 'resume': False})  # there is nothing to resume
-
-def resumed(folder, given):
-    """Config of the run in `folder`. `given` may raise max_iters, and set the machine's fields."""
-    saved = load_checkpoint(folder / 'ckpt.pt')
-    config, step = {**asdict(Config()), **saved['config']}, saved['progress'][0]
-    names = list(config)
-    for name in names[:names.index('device')]:
-        if name != 'max_iters' and given.get(name, config[name]) != config[name]:
-            fail(f'--resume: {folder} has --{name.replace("_", "-")} {config[name]}, which stays')
-    if given.get('max_iters', step) < step:
-        fail(f'--max-iters {given["max_iters"]}: {folder} is at step {step}')
-    if saved['version'] != VERSION:
-        print(f'note    {SCRIPT}.py has changed since {folder} was saved')
-    config['device'] = 'auto'  # this machine may be another
-    config.update(given, folder=str(folder))
-    return Config(**config)
+        if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
+            fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
+        if name in ('data', 'init', 'folder', 'out_dir'):
+            given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
+    new, resume = action in NEW, given.pop('resume', False)
+    folder = find_run(given, resume) if resume or not new else None
+    if new and not folder:  # with --resume, there is nothing to resume yet
+        if given.get('folder'):
+            fail('--folder names a run to --resume; a new run picks its own name')
+        if preset == 'tiny' and torch.cuda.is_available():
+            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
+        return action, Config(**given)
+    if not folder:
+        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
+    config = read_config(folder)
+    for name, value in given.items():
+        if name not in MACHINE and config[name] != value:
+            fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
+    print(f'run     {folder}')
+    return action, Config(**{**config, 'device': 'auto',  # this may be another machine
+                             **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
     """Do what the command line says -> the resulting figures."""
     global PROGRAM
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     if RANK:
         sys.stdout = open(os.devnull, 'w')
+    if argv is None and 'kernel_launcher' in sys.argv[0]:
+        argv = []  # main() in a notebook's cell: sys.argv is the kernel's
     if argv is None:
-        PROGRAM = Path(sys.argv[0]).name
+        PROGRAM = sys.argv[0]
     action, c = parse(argv)
-    if c.compile and not any(map(shutil.which, ('g++', 'clang++', 'cl'))):
-        fail('--compile needs a C++ compiler: install one, or give --no-compile')
-    if c.batch_size % WORLD:
-        fail(f'{WORLD} processes cannot share --batch-size {c.batch_size} evenly')
-    if WORLD > 1 and 'MASTER_ADDR' not in os.environ:
-        fail(f'WORLD_SIZE={WORLD} is set without the rest of what torchrun sets: unset it')
+    if c.grad_accum_steps % WORLD:
+        n = WORLD * math.ceil(c.grad_accum_steps / WORLD)
+        fail(f'{WORLD} processes cannot share {c.grad_accum_steps} micro-batches evenly: give '
+             f'--grad-accum-steps {n} --batch-size {c.batch_size * c.grad_accum_steps // n or 1}')
     if WORLD > 1:
+        print(f'waiting for {WORLD} processes')
         dist.init_process_group()
     try:
         return ACTIONS[action](c)
@@ -1122,9 +1280,9 @@ def main(argv=None):
     fail(message)  # not inside `except`: a notebook keeps the error, and with it all tensors
 # --- end of runs
 
-ACTIONS = {'train': train_student, 'teacher': train_teacher, 'sample': sample,
-           'criteria': criteria}
+ACTIONS = {'train': train_run, 'teacher': train_run, 'sample': sample, 'criteria': criteria}
+# actions that make a run, and settings that they stand for; others, and --resume, look for one
+NEW = {'train': {}, 'teacher': dict(stage='teacher')}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
-    sys.stdout.reconfigure(errors='replace')  # for terminals that cannot show every character
     main()

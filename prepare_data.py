@@ -425,20 +425,44 @@ def wrong_box(box, width, height):
     if type(box) is not list or len(box) != 4 or not {*map(type, box)} <= {int, float}:
         return 'is not four numbers'
     x, y, w, h = box
-    if not (w > 0 and h > 0):
-        return 'has no area'
-    if max(box) <= 1:
-        return 'is in fractions instead of pixels'
-    if not (x < width and y < height and x + w > 0 and y + h > 0):
+    if not (x <= width and y <= height and x + w >= 0 and y + h >= 0):  # nan is not, either
         return f'is outside its image of {width} x {height}'
     return ''
+
+def check_boxes(path, notes, sizes, names):
+    """The annotations of a file, by admm_detr.py's rules. What it only counts is printed."""
+    counts, largest = Counter(), 0
+    for note in notes:
+        where = f"{path}: annotation {note.get('id')}"
+        image, category, box = [note.get(key) for key in ('image_id', 'category_id', 'bbox')]
+        if str(image) not in sizes:
+            yield f'{where}: image_id {image} is not listed'
+        if str(category) not in names:
+            yield f'{where}: category_id {category} is not listed'
+        width, height = sizes.get(str(image), (math.inf, math.inf))
+        wrong = wrong_box(box, width, height)
+        if wrong:
+            yield f'{where}: bbox {box} {wrong}'
+            continue
+        x, y, w, h = box
+        empty = min(x + w, width) <= max(x, 0) or min(y + h, height) <= max(y, 0)
+        counts['have no width or height: they are left out'] += empty
+        counts['have no area: width x height is taken'] += not note.get('area')
+        largest = max(largest, *box)
+    if not notes:
+        yield f'{path}: no objects to find'
+    elif largest <= 1:
+        yield f'{path}: no box exceeds one pixel: are they in fractions?'
+    for what, n in counts.items():
+        if n:
+            print(f'note: {path}: of {len(notes)} boxes {n} {what}')
 
 def check_coco(folder):
     """annotations/instances_train2017.json with photos in train2017/; the same for val2017."""
     splits = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
     if not splits:
         yield f'{folder}: no folder train2017 or val2017'
-    categories = []
+    categories, shown = [], []  # of each split: {id: name}, and the ids that it shows
     for split in splits:
         path = folder / 'annotations' / f'instances_{split}.json'
         photos, sizes = {}, {}
@@ -448,27 +472,24 @@ def check_coco(folder):
             names = {str(category['id']): category['name'] for category in data['categories']}
             for image in data['images']:
                 size = int(image['width']), int(image['height'])
-                photos[folder / split / image['file_name']] = size
+                file = image['file_name'].replace('\\', '/')  # written on Windows
+                inside, beside = folder / split / file, folder / file
+                photos[beside if beside.exists() else inside] = size
                 sizes[str(image['id'])] = size  # some files have ids as text
         except (OSError, ValueError, TypeError, KeyError) as error:
             yield f"{path}: not in COCO's form: {error!r}"
             continue
+        if len(names) < len(data['categories']):
+            yield f'{path}: some of its categories have the same id'
         yield from check_decoding(photos)
-        for note in notes:
-            where = f"{path}: annotation {note.get('id')}"
-            image, category, box = [note.get(key) for key in ('image_id', 'category_id', 'bbox')]
-            if str(image) not in sizes:
-                yield f'{where}: image_id {image} is not listed'
-            if str(category) not in names:
-                yield f'{where}: category_id {category} is not listed'
-            wrong = wrong_box(box, *sizes.get(str(image), (math.inf, math.inf)))
-            if wrong:
-                yield f'{where}: bbox {box} {wrong}'
-        if not notes:
-            yield f'{path}: no objects to find'
+        yield from check_boxes(path, notes, sizes, names)
         categories.append(names)
+        shown.append({str(note.get('category_id')) for note in notes})
     if categories[1:] and categories[0] != categories[1]:
         yield f'{folder}/annotations: train2017 and val2017 have different categories'
+    elif categories[1:] and shown[1] - shown[0]:
+        lacking = ', '.join(categories[1].get(i, i) for i in sorted(shown[1] - shown[0]))
+        print(f'note: {folder}: val2017 shows classes that train2017 lacks: {lacking}')
 
 def check(folder):
     """Read all of a data folder; print everything that is wrong with it, or that nothing is."""
