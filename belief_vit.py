@@ -146,6 +146,7 @@ class Config:
     num_heads: int = None
     head_size: int = None          # channels of a head
     mlp_dim: int = None            # hidden channels of the feed-forward network
+    num_classes: int = 0           # the data's; no flag
     dropout: float = None
     drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
     num_classes: int = 0           # the data's; no flag

@@ -22,10 +22,10 @@ READINGS has three ways. In the default one only the ratios of the c_k matter, s
 all at no cost, and every alpha keeps falling, as the report observed.
 
     python mask_distill.py                              # a teacher, then a student: 2 minutes
-    python mask_distill.py --resume                     # continue the last run, in either stage
+    python mask_distill.py --resume                     # continue the newest run, in either stage
     python mask_distill.py --init FILE --masks last5    # another student of the teacher in FILE
     python mask_distill.py sample --prompt "def main("  # teacher and student continue a text
-    python mask_distill.py criteria --eval-rows 0       # judge the last run on all validation text
+    python mask_distill.py criteria                     # judge it on all of the validation text
     python mask_distill.py teacher --n-layer 6          # train a teacher alone
     python mask_distill.py --preset report004           # the report's experiment, from GPT-2
 
@@ -112,8 +112,8 @@ def is_local(masks):
 
 def log_coefficients(alpha):
     """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] As no c_k is ever 0, a mask is
-    closed (-inf) where its c_k is below a thousandth of the largest. The KL then has no gradient for
-    its alpha, so a mask that has closed stays closed, unless the largest falls to its level."""
+    closed (-inf) where its c_k is below a thousandth of the largest. The KL then has no gradient
+    for its alpha, so a closed mask stays closed, unless the largest falls to its level."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -122,9 +122,8 @@ def mixture(coef, M):
     return sum(c_k * m for c_k, m in zip(coef, M))
 
 def masks_at(masks, log_c, i, j):
-    """Which keys at j (..., T) the queries at i (..., Tq) see: K + 1 masks (..., Tq, T). [choice] By
-    the last one a token sees itself where it would see nothing: no open mask holds any of its pairs.
-    """
+    """Which keys at j (..., T) the queries at i (..., Tq) see: K + 1 masks (..., Tq, T). [choice]
+    The last one lets a token see itself where no open mask lets it see any token."""
     i, j = i[..., None], j[..., None, :]
     causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
@@ -263,7 +262,8 @@ class Config:
     resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
     # actions
-    folder: str = ''               # sample, criteria, --resume: a run's folder, instead
+    folder: str = ''               # sample, criteria, --resume: a run; default: found by settings
+    judge_rows: int = 0            # criteria: validation windows to judge on; 0: all
     prompt: str = ''               # sample: a text, or FILE:notes.txt; '': the report's seven
     num_samples: int = 1           # sample
     new_tokens: int = 100          # sample
@@ -291,17 +291,17 @@ PRESETS = {
     't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6,
                n_embd=384, block_size=256, data='wikitext-2', max_iters=600, batch_size=8,
                grad_accum_steps=2, learning_rate=1e-4, eval_interval=100),
-    # [choice] batch size, rates (of the alphas, too), warmup, cosine and its floor, clipping, weight
-    # of L1; 512 tokens (the report: "up to 512"); and attention is trained, since otherwise the
-    # loss does not drop as the report's does
+    # [choice] batch size, rates (of the alphas, too), warmup, cosine and its floor, clipping,
+    # weight of L1; 512 tokens (the report: "up to 512"); and attention is trained, since otherwise
+    # the loss does not drop as the report's does
     'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2/model.safetensors',
                       n_head=12, block_size=512, data='wikitext-2', samples=1000, batch_size=4,
                       grad_accum_steps=2, max_iters=12500,  # 100 epochs of 125 steps
                       learning_rate=1e-4, eval_interval=250),
 }
-MACHINE = {  # settings that a resumed run may change
-    'max_iters', 'eval_rows', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir',
-    'folder', 'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
+MACHINE = {  # a resumed run may change these settings
+    'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
+    'judge_rows', 'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
 CHOICES = {
     'reading': READINGS, 'learn': ('alphas', 'attention'), 'stage': ('teacher', 'student'),
     'tokenizer': ('bytes', 'gpt2'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
@@ -335,7 +335,7 @@ class SelfAttention(nn.Module):
     def log_c(self):
         return None if self.alpha is None else log_coefficients(self.alpha)
 
-    def heads(self, x):
+    def qkv(self, x):
         """x (B, T, C) -> q, k, v, each (B, nh, T, hs)."""
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, nh, hs)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -350,7 +350,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x):
         """x (B, T, C) -> like x."""
-        y = self.attend(*self.heads(x))  # (B, nh, T, hs)
+        y = self.attend(*self.qkv(x))  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
@@ -414,7 +414,7 @@ class GPT2(nn.Module):
         x, maps = self.embed(idx), []
         for block in self.h:
             attn = block.attn
-            q, k, _ = attn.heads(block.ln_1(x))
+            q, k, _ = attn.qkv(block.ln_1(x))
             maps.append(attention_weights(q, k, attn.masks, attn.log_c(), attn.reading))
             x = block(x)
         return maps
@@ -583,43 +583,40 @@ def load_gpt2(path, n_head=0):
         fail(f'--init {path} is not a GPT-2: {" ".join(str(error).split())[:200]}')
     return model
 
-SIZES = 'n_layer', 'n_head', 'n_embd', 'positions', 'vocab_size'
-
-def with_sizes(c):
-    """c with the sizes of --init's teacher. The settings of a run that is resumed have them."""
-    if c.stage == 'teacher' or not c.init or c.positions:
-        return c
+def sizes_of(c, vocab_size):
+    """The sizes of --init's teacher, which must be those that c asks for."""
     t = load_gpt2(c.init, c.n_head).config
-    if t.positions < c.block_size:
-        fail(f'--init {c.init} has {t.positions} positions, fewer than --block-size {c.block_size}')
-    for name in SIZES:
-        size = getattr(t, name)
+    if vocab_size not in (0, t.vocab_size) or t.positions < c.block_size:
+        fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; tokenizer '
+             f'{c.tokenizer} needs {vocab_size} tokens, and --block-size {c.block_size} as many '
+             'positions')
+    sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
+    for name, size in sizes.items():
         if getattr(c, name) not in (size, getattr(Config, name)):  # a default asks for nothing
             fail(f'--init {c.init} has {name} {size}: give --{name.replace("_", "-")} {size}')
-    return replace(c, **{name: getattr(t, name) for name in SIZES})
+    return dict(sizes, vocab_size=t.vocab_size)
 
 def make_model(c, data, teacher=None):
     """A model on the CPU: a teacher, or a student of `teacher` (None: of one with random weights).
-    Its config is c with the data's tokenizer and all sizes; data may be what a saved run knows."""
-    c = replace(with_sizes(c), tokenizer=getattr(data, 'tokenizer', c.tokenizer))
-    size = getattr(data, 'vocab_size', c.vocab_size)
+    Its config is c with the data's tokenizer and all sizes. A saved run's c has them already, and
+    data are what it knows of its data."""
+    c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
+    size = c.vocab_size or getattr(data, 'vocab_size', 0)
+    if c.init and not c.positions:
+        return make_model(replace(c, **sizes_of(c, size)), data, teacher)
     if not size:  # your own arrays do not say
         size = 1 + int(max(np.max(data.train), np.max(data.val)))
         if min(np.min(data.train), np.min(data.val)) < 0:
             fail('your data have ids below 0: leave padding out')
-    if c.stage == 'student' and c.init and size != c.vocab_size:
-        fail(f'--init {c.init} has {c.vocab_size} tokens, and tokenizer {c.tokenizer} {size}')
-    c = replace(c, vocab_size=c.vocab_size or size, n_head=c.heads)
+    c = replace(c, vocab_size=size, n_head=c.heads)
     return GPT2(c) if c.stage == 'teacher' else make_student(teacher or GPT2(c), c)
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
     alphas, matrices, others = [], [], []
     for name, p in model.named_parameters():
-        if p.requires_grad and name.endswith('alpha'):
-            alphas.append(p)
-        elif p.requires_grad:
-            (matrices if p.dim() == 2 else others).append(p)
+        group = alphas if name.endswith('alpha') else matrices if p.dim() == 2 else others
+        group += [p] * p.requires_grad
     decay = c.weight_decay if c.stage == 'teacher' else 0.0
     groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
               dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
@@ -780,7 +777,7 @@ def first_teacher(c, folder, data):
     teacher.zero_grad()  # a copy would have its last gradients, and clipping would count them
     if folder and RANK == 0:
         shutil.copyfile(Path(folder, 'best.pt'), Path(folder, 'teacher.pt'))
-        teacher.load_state_dict(load_checkpoint(Path(folder, 'best.pt'))['model'])
+        teacher.load_state_dict(load_checkpoint(Path(folder, 'best.pt'), own=True)['model'])
     if WORLD > 1:
         for p in teacher.parameters():
             dist.broadcast(p.data, 0)
@@ -793,13 +790,14 @@ def train(c, folder=None, data=None):
     longer than a window. A student without --init gets a teacher first."""
     device, dtype = pick_device(c)
     data, teacher = data or load_data(c), None
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)['config'] if c.resume else {}
     if c.stage == 'teacher':
         c = as_teacher(c)
-    elif not c.resume or load_checkpoint(Path(c.folder, 'ckpt.pt'))['config']['stage'] == 'teacher':
+    elif saved.get('stage') != 'student':  # there is no student to resume yet
         teacher = first_teacher(c, folder, data)
         c = replace(c, resume=False)
     facts = dict(getattr(data, 'facts', {}))
-    if c.init and Path(c.init).is_file():  # if it is gone: a run that is resumed has its weights
+    if c.init:
         facts['teacher'] = zlib.crc32(Path(c.init).read_bytes())
     torch.manual_seed(c.seed)  # for parameters of your own
     model = make_model(c, data, teacher).to(device)
@@ -810,7 +808,7 @@ def train(c, folder=None, data=None):
     if c.resume:
         start, seconds, log, losses = resume_run(c, model, optimizer, scaler,
                                                  SimpleNamespace(facts=facts))
-    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
+    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
           f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
@@ -862,32 +860,25 @@ def train(c, folder=None, data=None):
     return model, log
 
 # ------------------------------ report, sample, criteria ------------------------------
-def train_run(c):
-    """Train a student or, as `teacher` does, a teacher alone."""
-    return train_and_report(with_sizes(c))
-
 def report(c, model, log, folder, data):
-    """Print the result beside what the report wants, and two samples; draw the run and its masks.
-    """
-    loss = log[-1]['val_loss']
+    """Print the result beside a yardstick, and samples; draw the run and the coefficients."""
     if model.teacher:
         print('\n' + judge(model, data, c)[0])
         try:
             print(side_by_side(c, model, PROMPTS[:2]))
         except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and a network
-            print(f'note    no samples: {error}')
-        what, actions = 'KL from the teacher', ['criteria --eval-rows 0', 'sample']
+            print(f'note    no samples: {str(error)[:100]}')
+        what, actions = 'KL from the teacher', ['criteria', 'sample']
         draw_layers(folder / 'layers.png', model, log)
     else:
-        print(f'\nresult  validation loss {loss:.3f} nats per token; a uniform guess gets '
-              f'{math.log(model.config.vocab_size):.3f}')
+        print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token; a uniform '
+              f'guess gets {math.log(model.config.vocab_size):.3f}')
         what, actions = 'loss', ['sample']
     draw(folder / 'curves.png', {c.stage: log}, [
         ('training loss (nats per token)', 'loss'),
         (f'validation {what} (nats per token)', 'val_loss')])
     own = 'best.pt' if c.stage == 'teacher' else 'teacher.pt'
-    c = replace(c, stage='student', init=c.init or str(folder / own),  # from which sizes come
-                **{name: getattr(Config, name) for name in SIZES})
+    c = replace(c, stage='student', init=c.init or str(folder / own))
     other = 'last5' if c.masks != 'last5' else 'windows'
     print(f'teacher {c.init}: --init makes other students of it')
     files_and_next(c, folder, 'masks', [other, c.masks], *actions)
@@ -923,11 +914,11 @@ def judge(model, data, c):
     return text, figures
 
 def criteria(c):
-    """Judge a student by the report's criteria, on as many windows as you like."""
+    """Judge a student by the report's criteria, on --judge-rows windows."""
     model, _ = load_run(c, 'ckpt.pt')  # best.pt was chosen on the text used here to judge
     if not model.teacher:
         fail(f'--folder {c.folder} has no student yet: name another, or --resume it')
-    text, figures = judge(model, load_data(c), c)
+    text, figures = judge(model, load_data(c), replace(c, eval_rows=c.judge_rows))
     print(text)
     return figures
 
@@ -938,8 +929,8 @@ PROMPTS = [  # the report's, short and longer ones
     'brimming with hope and thousands of eager settlers',
     'The scientist stared at the glowing vial on the laboratory table, her fingers trembling with '
     'anticipation. After years of relentless experimentation',
-    'The detective pushed open the heavy oak door, stepping into a room thick with the scent of old '
-    'books and something more sinister—fear']
+    'The detective pushed open the heavy oak door, stepping into a room thick with the scent of '
+    'old books and something more sinister—fear']
 
 def side_by_side(c, model, prompts):
     """How teacher and student continue each prompt, from the same seed, as text."""
@@ -1280,7 +1271,8 @@ def main(argv=None):
     fail(message)  # not inside `except`: a notebook keeps the error, and with it all tensors
 # --- end of runs
 
-ACTIONS = {'train': train_run, 'teacher': train_run, 'sample': sample, 'criteria': criteria}
+ACTIONS = {'train': train_and_report, 'teacher': train_and_report, 'sample': sample,
+           'criteria': criteria}
 # actions that make a run, and settings that they stand for; others, and --resume, look for one
 NEW = {'train': {}, 'teacher': dict(stage='teacher')}
 

@@ -1765,7 +1765,7 @@ def mask_matrices(T):
 
 def mask_slowly(reading, q, k, v, M, coef):
     """The three readings by their formulas; M (K, T, T), coef (K,) -> (B, nh, T, hs)."""
-    lonely = torch.diag(1 - M.amax(0).diagonal())  # tokens whose own pair no mask holds
+    lonely = torch.diag((M.sum((0, 2)) == 0).double())  # tokens that no mask lets see any
     M, coef = torch.cat([M, lonely[None]]), torch.cat([coef, coef.max().view(1)])
     normal = lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-99)
     e = (q @ k.mT / math.sqrt(q.size(3))).exp().tril()  # (B, nh, T, T)
@@ -1776,28 +1776,68 @@ def mask_slowly(reading, q, k, v, M, coef):
 
 @patch.dict(mask.KINDS, LATER)
 def test_mask_readings_by_their_formulas():
-    """Also with a kind of mask of your own, for the last tokens alone, and in blocks; a token whose
-    own pair no mask holds gets it, and gradients are finite."""
+    """Also with a kind of mask of your own, and in blocks; a token that no mask lets see any sees
+    itself, and gradients are finite."""
     q, k, v = [t.requires_grad_() for t in qkv(1, 2, 12, 3)]
-    for masks, M in mask_matrices(12).items():
+    for text, M in mask_matrices(12).items():
+        masks = mask.candidates(text)
         alpha = torch.linspace(-2, 1.5, len(M), dtype=torch.float64, device=DEVICE)
         log_c = mask.log_coefficients(alpha)
         for reading in mask.READINGS:
             want = mask_slowly(reading, q, k, v, M, alpha.sigmoid())
             got = DENSE(q, k, v, masks, log_c, reading)
             close(got, want, 1e-12)
-            close(DENSE(q[:, :, 7:], k, v, masks, log_c, reading), want[:, :, 7:], 1e-12)
             assert all(g.isfinite().all() for g in torch.autograd.grad(got.sum(), (q, k, v)))
             if reading == 'renormalised' and mask.is_local(masks):
                 for block in (0, 1, 5, 16):
                     close(BLOCKED(q, k, v, masks, log_c, block), want, 1e-12)
-    assert not mask.is_local('window:2+later:5')  # blocks of keys would miss some
+    assert not mask.is_local(mask.candidates('window:2+later:5'))  # blocks of keys would miss some
+
+def test_mask_that_is_pruned_stays_so():
+    """As alpha of one's own pair falls through the threshold its weight never rises; it ends at 0,
+    but in rows that would be empty. A closed mask has no gradient."""
+    q, k, v = qkv(1, 1, 9, 4)
+    for text, empty in (('last5', 1), ('offset:0+offset:2', 2), ('offset:0+first:1', 0)):
+        masks, before = mask.candidates(text), torch.ones(9, dtype=torch.float64, device=DEVICE)
+        for fall in torch.linspace(0, -12, 49).tolist():
+            alpha = torch.zeros(len(masks), dtype=torch.float64, device=DEVICE)
+            alpha[0] = fall
+            log_c = mask.log_coefficients(alpha.requires_grad_())
+            own = mask.attention_weights(q, k, masks, log_c)[0, 0].diagonal()
+            assert (own <= before + 1e-12).all(), (text, fall, own, before)
+            close(DENSE(q, k, v, masks, log_c), BLOCKED(q, k, v, masks, log_c, 4), 1e-15)
+            before = own.detach()
+        assert own[:empty].eq(1).all() and own[max(1, empty):].eq(0).all(), (text, own)
+        DENSE(q, k, v, masks, log_c)[..., 0].sum().backward()
+        assert alpha.grad[0] == 0 and not log_c[0].isfinite(), (text, alpha.grad)
+    one, want = mask.attention_weights(q, k, mask.candidates('offset:1'))[0, 0], torch.zeros(9, 9)
+    want[range(9), [0, *range(8)]] = 1
+    close(one, want, 0)
+
+def test_mask_in_multihead_attention():
+    """log W as attn_mask of PyTorch's module is the default reading; gradients reach alpha."""
+    x, alpha = qkv(2, 9, 8)[0], torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, device=DEVICE)
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, device=DEVICE)
+    masks, found = mask.candidates('windows'), []
+    for theirs in (True, False):
+        log_c = mask.log_coefficients(alpha.requires_grad_())
+        if theirs:
+            y, _ = module(x, x, x, attn_mask=mask.attn_mask(masks, log_c, 9))
+        else:
+            heads = F.linear(x, module.in_proj_weight, module.in_proj_bias)
+            heads = heads.unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            y = module.out_proj(DENSE(*heads, masks, log_c).transpose(1, 2).flatten(2))
+        found.append((y, *torch.autograd.grad(y.square().sum(), alpha)))
+    for a, b in zip(*found):
+        close(a, b, 1e-12)
+    assert found[0][1].abs().min() > 1e-4, found
 
 def test_mask_gradients():
     inputs = [t.requires_grad_() for t in (*qkv(1, 2, 5, 2), qkv(3)[0])]
     for f, *reading in (BLOCKED,), *((DENSE, name) for name in mask.READINGS):
         def attend(q, k, v, alpha):
-            return f(q, k, v, 'windows', mask.log_coefficients(alpha), *reading)
+            log_c = mask.log_coefficients(alpha)
+            return f(q, k, v, mask.candidates('windows'), log_c, *reading)
         assert torch.autograd.gradcheck(attend, inputs), reading
 
 def test_mask_small_coefficients():
@@ -1807,13 +1847,14 @@ def test_mask_small_coefficients():
     assert opened == [True, True, False], opened  # 1 / 905 and 1 / 1105 of the first
     q, k, v = qkv(1, 2, 12, 4)
     far = torch.tensor([-200.1, -200.5, -201.0], device=DEVICE)
+    near, first, windows = map(mask.candidates, ('window:3+first:1', 'first:1', 'windows'))
     for f in (DENSE, BLOCKED):
-        closed = f(q, k, v, 'window:3+first:1', mask.log_coefficients(far[[2, 0]] * 50))
-        close(closed, f(q, k, v, 'first:1'), 1e-6)
-        close(f(q, k, v, 'windows', far), f(q, k, v, 'windows', far + 200), 1e-5)
+        closed = f(q, k, v, near, mask.log_coefficients(far[[2, 0]] * 50))
+        close(closed, f(q, k, v, first), 1e-6)
+        close(f(q, k, v, windows, far), f(q, k, v, windows, far + 200), 1e-5)
     # of 256 tokens' pairs the window holds 14,368 and sinks, open in one of two layers, 762 more
     alphas = torch.tensor([[0.0, -20.0], [0.0, 0.0]], device=DEVICE)
-    kept = mask.kept_pairs(alphas, 'window:64+sinks:4', 256)
+    kept = mask.kept_pairs(alphas, mask.candidates('window:64+sinks:4'), 256)
     close(kept, (14368 + 762 / 2) / (256 * 257 / 2), 1e-6)
 
 def mask_golden_model():
@@ -1842,7 +1883,7 @@ def test_mask_teacher_files(tmp_path):
     plain.update({'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16),
                   'transformer.h.0.attn.masked_bias': torch.tensor(-1e4),
                   'lm_head.weight': plain['transformer.wte.weight'].clone()})
-    file, other = tmp_path / 'model.bin', tmp_path / 'model.safetensors'
+    file = tmp_path / 'model.bin'
     torch.save({f'module.{key}': p for key, p in plain.items()}, file)
     flags = tiny(mask, tmp_path, '--init', file)
     refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
@@ -1852,13 +1893,13 @@ def test_mask_teacher_files(tmp_path):
                          ('scale_attn_by_inverse_layer_idx', True), ('scale_attn_weights', False)):
         config.write_text(json.dumps({'n_head': 2, field: value}))
         refuse(mask, [field], *flags)
+    for text in '<!doctype html>', '[1]':
+        config.write_text(text)
+        refuse(mask, ['config.json', 'JSON'], *flags)
     config.write_text('{"n_head": 2}')
     close(mask.load_gpt2(file, 4)(idx), net(idx), 0)
     refuse(mask, ['16 positions'], *flags, '--block-size', 17)
     refuse(mask, ['has n_layer 2', '--n-layer 2'], *flags, '--n-layer', 5)
-    if importlib.util.find_spec('safetensors'):
-        importlib.import_module('safetensors.torch').save_file(plain, other)
-        close(mask.load_gpt2(other)(idx), net(idx), 0)
     larger = mask.GPT2(mask_config(vocab_size=400)).state_dict()
     for word, weights in (('lm_head.weight', {**plain, 'lm_head.weight': torch.ones(256, 16)}),
                           ('h.0.x', {**plain, 'h.0.x': torch.ones(1)}),
@@ -1867,6 +1908,49 @@ def test_mask_teacher_files(tmp_path):
         refuse(mask, [word], *flags)
     file.unlink()
     refuse(mask, ['prepare_data.py gpt2'], *flags)
+    refuse(mask, ['--positions 8'], 'teacher', '--positions', 8, '--block-size', 16)
+
+def as_safetensors(tensors):
+    """A file of that format, as its page describes it."""
+    data, header = b'', dict(__metadata__=dict(format='pt'))
+    for name, t in tensors.items():
+        kind = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
+                torch.int64: 'I64', torch.uint8: 'U8', torch.bool: 'BOOL'}[t.dtype]
+        raw = bytes(t.contiguous().flatten().view(torch.uint8).tolist()) if t.numel() else b''
+        header[name] = dict(dtype=kind, shape=list(t.shape),
+                            data_offsets=[len(data), len(data) + len(raw)])
+        data += raw
+    head = json.dumps(header).encode()
+    head += b' ' * (-len(head) % 8 + 3)  # the hub's file does not align its tensors either
+    return len(head).to_bytes(8, 'little') + head + data
+
+def test_mask_safetensors(tmp_path):
+    """GPT-2's file as transformers writes it, with the buffers of the hub's, read without a
+    package; one that is cut off, has no JSON or points beyond its end is refused in one line."""
+    net, idx = mask.GPT2(mask_config(vocab_size=256)), torch.arange(12)[None]
+    plain = {f'transformer.{key}': p for key, p in net.state_dict().items()}
+    plain['transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
+    plain['transformer.h.1.attn.bias'] = torch.ones(1, 1, 16, 16, dtype=torch.uint8).tril()
+    plain['transformer.h.0.attn.masked_bias'] = torch.tensor(-1e4)
+    raw, file = as_safetensors(plain), tmp_path / 'model.safetensors'
+    for half in (None, torch.float16, torch.bfloat16):
+        tensors = {key: p.to(half) if half and p.dim() == 2 else p for key, p in plain.items()}
+        file.write_bytes(as_safetensors(tensors))
+        own = mask.load_gpt2(file, 2)
+        assert same(own.state_dict(), {key: tensors[f'transformer.{key}'].float()
+                                       for key in net.state_dict()}), half
+    if importlib.util.find_spec('safetensors'):
+        importlib.import_module('safetensors.torch').save_file(plain, file)
+        close(mask.load_gpt2(file, 2)(idx), net(idx), 0)
+    file.write_bytes(raw)
+    flags = tiny(mask, tmp_path, '--init', file)
+    assert done(mask, *flags)['step'] == 6
+    n = int.from_bytes(raw[:8], 'little')
+    far = raw[8:8 + n].replace(b'"data_offsets": [0, ', b'"data_offsets": [9999999, ')
+    for wrong in (raw[:-9999], raw[:99], raw[:5], b'', raw[:8] + b'<' * n + raw[8 + n:],
+                  len(far).to_bytes(8, 'little') + far + raw[8 + n:], b'<!doctype html>' * 99):
+        file.write_bytes(wrong)
+        refuse(mask, ['model.safetensors', 'cut off, or no checkpoint'], *flags)
 
 def test_mask_what_a_student_trains():
     """It is a copy of the teacher, with masks. --learn says what trains, alphas have a rate of
@@ -1874,13 +1958,14 @@ def test_mask_what_a_student_trains():
     teacher, idx = mask_golden_model()
     teacher.requires_grad_()
     for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
-        model = mask.substitute(teacher, mask_config(masks='window:24', learn=learn))
+        model = mask.make_student(teacher, mask_config(masks='window:24', learn=learn))
         close(model(idx), teacher(idx), 1e-12)  # a window of all 24 tokens
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         assert {name.split('.')[3] for name in names} == trained, (learn, names)
 
     def rates(net, c):
-        return {(g['peak'], g['weight_decay']) for g in mask.make_optimizer(net, c).param_groups}
+        groups = mask.make_optimizer(net, c).param_groups
+        return {(g['peak'], g['weight_decay']) for g in groups if g['params']}
     c = mask_config(weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2)
     assert rates(model, c) == {(2e-3, 0), (0.2, 0)}, rates(model, c)
     c = dataclasses.replace(c, stage='teacher', max_iters=9, warmup_iters=3)
@@ -1891,7 +1976,7 @@ def test_mask_loss():
     """Mean KL(teacher || student) and L1, by their formulas; logits are float32 under autocast."""
     teacher, idx = mask_golden_model()
     c = mask_config(masks='windows', l1=0.1)
-    model = mask.substitute(teacher, c)
+    model = mask.make_student(teacher, c)
     p, q = teacher(idx).softmax(-1), model(idx).softmax(-1)
     kl = (p * (p / q).log()).sum(-1)
     close(mask.token_kl(teacher(idx), model(idx)), kl, 1e-9)
@@ -1909,38 +1994,51 @@ def test_mask_evaluation():
     def val_loss(model, c):
         return mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss']
     with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
-        close(val_loss(mask.substitute(teacher, c), c), 0, 1e-7)
-    near = mask.substitute(teacher, dataclasses.replace(c, masks='window:2'))
+        close(val_loss(mask.make_student(teacher, c), c), 0, 1e-7)
+    near = mask.make_student(teacher, dataclasses.replace(c, masks='window:2'))
     for rows, starts in ((4, [0, 294, 588, 883]), (0, np.linspace(0, 883, 56).astype(int))):
         c = dataclasses.replace(c, eval_rows=rows)
         x = torch.cat([x for x, _ in mask.validation(data, c, DEVICE)])
         close(x, np.stack([data.val[s:s + 16] for s in starts]), 0)
         close(val_loss(near, c), mask.token_kl(teacher(x), near(x)).mean(), 1e-6)
 
-def test_mask_cache():
-    """Cached sampling is what a pass over the whole text gives, with masks, too, and, where
-    positions run out, over as many last tokens. It follows the temperature."""
+def test_mask_sampling(tmp_path):
+    """The likeliest text is that of a pass over the last 24 tokens, which are the positions; drawn
+    tokens follow the temperature, or are of the likeliest three; a prompt may be a file."""
     teacher, idx = mask_golden_model()
-    for masks, reading in (('window:4+sinks:2', 'renormalised'), ('last5', 'unnormalised')):
-        model = mask.substitute(teacher, mask_config(masks=masks, reading=reading))
-        out, cache = model.generate(idx[:, :3], 18, temperature=0), [{} for _ in model.h]
-        close(model(out)[:, 2:-1].argmax(-1), out[:, 3:], 0)
-        for t in range(21):  # every token by a pass over all before it
-            close(model(out[:, [t]], cache)[:, -1], model(out)[:, t], 1e-9)
-    out = teacher.generate(idx[:, :3], 30, temperature=0)
-    for t in (24, 25, 32):  # of 24 positions
-        close(teacher(out[:, t - 24:t])[:, -1].argmax(-1), out[:, t], 0)
+    for settings in dict(masks='window:4+sinks:2'), dict(masks='last5', reading='unnormalised'):
+        model = mask.make_student(teacher, mask_config(**settings))
+        out = model.generate(idx[:, :3], 30, temperature=0)
+        for t in (3, 23, 24, 25, 32):
+            close(model(out[:, max(0, t - 24):t])[:, -1].argmax(-1), out[:, t], 0)
     torch.manual_seed(0)
-    drawn = teacher.generate(idx[:1, :3].expand(9999, -1), 1, 2.0)[:, 3].bincount(minlength=61)
-    close(drawn / 9999, (teacher(idx[:1, :3])[0, -1] / 2).softmax(0), 0.02)
+    logits, prompt = teacher(idx[:1, :3])[0, -1], idx[:1, :3].expand(9999, -1)
+    drawn = teacher.generate(prompt, 1, 2.0)[:, 3].bincount(minlength=61)
+    close(drawn / 9999, (logits / 2).softmax(0), 0.02)
+    best = logits.topk(3)
+    drawn = teacher.generate(prompt, 1, top_k=3)[:, 3].bincount(minlength=61)
+    assert drawn.sum() == drawn[best.indices].sum(), drawn
+    close(drawn[best.indices] / 9999, best.values.softmax(0), 0.02)
+    close(teacher.generate(idx[:1, :3], 1, temperature=1e-40)[:, 3], logits.argmax(), 0)
+    assert len(mask.PROMPTS) == 7 and sum(len(text) > 99 for text in mask.PROMPTS) == 3
+    folder = done(mask, *short_run(mask, tmp_path))['folder']
+    text = done(mask, 'sample', '--folder', folder, '--num-samples', 2, '--prompt',
+                f'FILE:{tmp_path / "text.txt"}', *CPU)
+    assert text.count(f'teacher: {TEXT}') == text.count(f'student: {TEXT}') == 2, text
 
 def mask_figures(model, x, y):
     """The report's criteria once more, in the plainest way."""
     real = y >= 0
     maps, logs, right, gradients = [[], []], [], [], []
+    attend = mask.SelfAttention.attend
+    def keep_map(self, q, k, v):
+        with torch.no_grad():
+            of_net.append(mask.attention_weights(q, k, self.masks, self.log_c(), self.reading))
+        return attend(self, q, k, v)
     for net, of_net in zip((model.teacher, model), maps):
         net = copy.deepcopy(net).requires_grad_(True)
-        log_p = net(x, maps=of_net)[real].log_softmax(-1)  # (N, V)
+        with patch.object(mask.SelfAttention, 'attend', keep_map):
+            log_p = net(x)[real].log_softmax(-1)  # (N, V)
         F.nll_loss(log_p, y[real], reduction='sum').backward()
         logs.append(log_p.detach())
         right.append((log_p.argmax(-1) == y[real]).sum())
@@ -1957,7 +2055,7 @@ def mask_figures(model, x, y):
 def test_mask_criteria_and_edge_cases():
     """The report's edge cases: a padded batch, a token that is repeated, one constant token."""
     teacher, idx = mask_golden_model()
-    model = mask.substitute(teacher, mask_config(masks='window:3+sinks:1'))
+    model = mask.make_student(teacher, mask_config(masks='window:3+sinks:1'))
     x, y = idx[:, :-1], idx[:, 1:]
     padded, repeated = y.clone(), x.clone()
     padded[0, 5:] = -1
@@ -1988,33 +2086,76 @@ def test_mask_two_stages(tmp_path):
     student does without it, wherever `out` is moved."""
     flags = tiny(mask, tmp_path, '--teacher-iters', 30, '--teacher-lr', 0.03, *CPU)
     flags += '--max-iters', '40', '--learning-rate', '0.003', '--masks', 'window:1'
-    with interrupted(mask, 29):
-        end = run(mask, *flags)
-    teacher = tmp_path / 'out/mask_distill-teacher/teacher-s1337'
-    assert end.code == 130 and f'--resume --folder {teacher}' in end.out, end.out
-    again = run(mask, '--resume', '--folder', teacher, *CPU)
-    file = teacher / 'best.pt'
-    assert again.result['step'] == 30 and f'--init {file}' in again.out, again.out
-    assert load(file)['config']['learning_rate'] == 0.03
-
+    end = run(mask, *flags)
+    file = end.result['folder'] / 'teacher.pt'
+    assert load(file)['config']['learning_rate'] == 0.03 and f'--init={file}' in end.out, end.out
+    losses = [row['val_loss'] for row in end.result['log']]
+    assert losses[-1] < 0.7 * losses[0], losses
+    close([end.result['kl'], end.result['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
+    again = done(mask, *flags, '--init', file, '--out-dir', tmp_path / 'again')
+    assert [row['val_loss'] for row in again['log']] == losses
     short = done(mask, *flags, '--init', file, '--block-size', 9, '--max-iters', 0)['folder']
     assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
-    end = done(mask, *flags, '--init', file)
-    losses = [row['val_loss'] for row in end['log']]
-    assert losses[-1] < 0.7 * losses[0], losses
-    close([end['kl'], end['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
-    both = done(mask, *flags, '--out-dir', tmp_path / 'both')  # in one go
-    assert [row['val_loss'] for row in both['log']] == losses
-    refuse(mask, ['--folder'], 'teacher', '--resume', '--out-dir', tmp_path / 'out')
+    alone = [*flags[:-4], '--out-dir', tmp_path / 'alone']  # the same teacher, in a run of its own
+    for more in ['teacher'], ['teacher', '--resume'], ['--stage', 'teacher', '--resume']:
+        told = run(mask, *more, *alone)
+        assert told.code == 0 and len([*tmp_path.glob('alone/*/*')]) == 1, (more, told)
+        assert ('from step 30' in told.out) == ('--resume' in more), told.out
+    assert same(load(told.result['folder'] / 'best.pt')['model'], load(file)['model'])
+    refuse(mask, ['no student'], 'criteria', '--out-dir', tmp_path / 'alone')
 
-    shutil.rmtree(teacher)
-    last = ['--out-dir', (tmp_path / 'out').rename(tmp_path / 'moved'), *CPU]
+    file.unlink()
+    last = ['--out-dir', (tmp_path / 'out').rename(tmp_path / 'moved'), '--masks', 'window:1', *CPU]
+    shutil.rmtree(tmp_path / 'moved/mask_distill' / short.name)
     longer = done(mask, '--resume', *last, '--max-iters', 50)
-    texts = done(mask, 'sample', *last, '--new-tokens', 5)
-    assert all(prompt in texts for prompt in mask.PROMPTS), texts
-    few, whole = [run(mask, 'criteria', *last, '--eval-rows', rows) for rows in (8, 0)]
+    assert done(mask, 'sample', *last, '--new-tokens', 2).count('The meaning of life') == 2
+    few, whole = [run(mask, 'criteria', *last, '--judge-rows', rows) for rows in (8, 0)]
     assert few.result['kl'] == longer['kl'] != whole.result['kl'], (few.result, longer)
-    assert 'on 16 sequences' in whole.out, whole.out
+    assert 'on 16 windows' in whole.out, whole.out
+
+def test_mask_stopped_in_either_stage(tmp_path):
+    """Ctrl-C in the teacher's stage, between the stages and in the student's: its last line, or the
+    same command with --resume, ends with the weights of a run that nobody disturbed."""
+    flags = tiny(mask, tmp_path, '--teacher-iters', 8, *CPU)
+    whole = load(done(mask, *flags)['folder'] / 'ckpt.pt')['model']
+    get_batch = mask.get_batch
+    def at(stage, step):
+        def stop(data, c, now, micro, device):
+            if (c.stage, now) == (stage, step):
+                raise KeyboardInterrupt
+            return get_batch(data, c, now, micro, device)
+        return patch.object(mask, 'get_batch', stop)
+    between = [patch.object(mask.shutil, 'copyfile', side_effect=KeyboardInterrupt),
+               patch.object(mask, 'make_student', side_effect=KeyboardInterrupt)]
+    for i, (stop, step) in enumerate(zip((at('teacher', 7), *between, at('student', 5)),
+                                         (6, 8, 8, 3))):
+        for by_line in (False, True):
+            out = tmp_path / f'{i}{by_line}'
+            with stop:
+                end = run(mask, *flags, '--out-dir', out)
+            line = end.out.splitlines()[-1]
+            assert end.code == 130 and f'from step {step}: ' in line, (i, line)
+            words = shlex.split(line.partition('.py ')[2]) if by_line else [*flags, '--resume']
+            end = run(mask, *words, '--out-dir', out)
+            assert end.code == 0 and f'from step {step}' in end.out, (i, end)
+            assert same(load(end.result['folder'] / 'ckpt.pt')['model'], whole), (i, by_line)
+            assert len([*out.glob('*/*')]) == 1, [*out.glob('*/*')]
+    out = tmp_path / 'other'  # settings and data are compared
+    with at('teacher', 7):
+        run(mask, *flags, '--out-dir', out)
+    (tmp_path / 'text.txt').write_text(TEXT[::-1])
+    refuse(mask, ['other data', 'checksum'], *flags, '--resume', '--out-dir', out)
+    told = run(mask, *flags, '--resume', '--out-dir', out, '--teacher-lr', 0.01).out
+    assert 'from step' not in told and len([*out.glob('*/*')]) == 2, told
+
+def test_mask_knows_its_teacher(tmp_path):
+    """A student is not resumed with another teacher of the same name."""
+    file, flags = mask_teacher(tmp_path), short_run(mask, tmp_path, *CPU)
+    done(mask, *flags, '--max-iters', 3)
+    saved = load(file)
+    saved['model']['wte.weight'][7] += 1
+    torch.save(saved, file)
+    refuse(mask, ['other data', 'teacher'], *flags, '--resume')
 
 def test_mask_report_preset():
     """100 epochs of 1,000 samples of 512 tokens, five masks, L1."""
@@ -2303,37 +2444,132 @@ def test_commands_in_the_texts():
 
 @wants('scipy')
 def test_tables_of_the_record(tmp_path):
-    """Each table of results.md under `compare.py --from-csv` is what that prints, and intervals and
-    other figures of README and of the claims stand in such a table, or at least in results.md."""
+    """Each table of results.md under `compare.py --from-csv` is what that prints. Every interval of
+    README and results.md is one of such a table's, with any row --against the others, and every
+    other figure of the prose stands in a table, too. A verdict is what its interval says."""
     readme, results = texts()
     command = r'    python experiments/compare.py ([^\n]*--from-csv [^\n]*)\n\n```text\n(.*?)\n```'
-    intervals, tables = set(), re.findall(command, results, re.S)
+    tables = re.findall(command, results, re.S)
     assert results.count(' --from-csv ') == len(tables) > 5, len(tables)
+    halves, signed = {}, {}  # interval: half its width; and differences with theirs
+    figures = set()
+
+    def add(low, high):
+        for scale, digits in (1, 3), (100, 1):
+            text = f'{scale * low:+.{digits}f} to {scale * high:+.{digits}f}'
+            halves.setdefault(text, set()).add(f'{scale * (high - low) / 2:.{digits}f}')
+        signed[f'{abs(low + high) / 2:.3f} \N{PLUS-MINUS SIGN} {(high - low) / 2:.3f}'] = 0
+
     for flags, table in tables:
-        flags = flags.replace('experiments/', f'{HERE.as_posix()}/experiments/')
-        end = run(compare, *shlex.split(flags))
+        flags = shlex.split(flags.replace('experiments/', f'{HERE.as_posix()}/experiments/'))
+        end = run(compare, *flags)
         assert end.code == 0, end.err
         for ours, theirs in zip(table.splitlines(), end.out.splitlines()[1:], strict=True):
             assert ours == theirs, f'{flags}: results.md has\n{ours}\nand the csv gives\n{theirs}'
+        lines = [*end.result]
         for line in end.result:
-            low, high = line['diff'] - line['interval'], line['diff'] + line['interval']
-            intervals |= {f'{low:+.3f} to {high:+.3f}', f'{100 * low:+.1f} to {100 * high:+.1f}',
-                          f'{abs(line["diff"]):.3f} \N{PLUS-MINUS SIGN} {line["interval"]:.3f}'}
-    interval = r'[+-][\d.]+ to [+-][\d.]+'
-    # behind a plus-minus sign, results.md has others' figures, too
-    for text, pattern in ((readme, interval + r'|[\d.]+ \N{PLUS-MINUS SIGN} [\d.]+'),
-                          (results, interval)):
+            lines += run(compare, *flags, '--against', line['case']).result
+        if flags[0] == 'attentionx_gpt':
+            lines += run(compare, *flags, '--metric', 'mean_loss').result
+        for line in lines:
+            add(line['diff'] - line['interval'], line['diff'] + line['interval'])
+            figures |= {f'{abs(x):.{n}f}' for x in line.values() if isinstance(x, float)
+                        for n in (2, 3, 4)}
+        figures |= set(re.findall(r'\d\.\d+', table))
+
+    # AttentionX's time, 1.025 of softmax's: softmax's loss after 1025 steps lies on a line
+    runs = HERE / 'experiments/runs'
+    rows = [row for name in ('common', 'equal-time', 'factor')
+            for row in compare.read_rows(runs / f'gpt-{name}.csv')]
+    losses = {}
+    for row in rows:
+        losses.setdefault(row['case'], {})[row['seed']] = row['val_loss']
+    for case in 'attentionx', 'attentionx-v1 gamma 1/2', 'attentionx-v1 gamma 1/3':
+        gaps = [loss - np.interp(1025, (1000, 1092), (losses['softmax'][seed], more))
+                for seed, more in losses['softmax 1092'].items()
+                for loss in (losses[case][seed],)]
+        test = compare.stats.ttest_1samp(gaps, 0)
+        add(*test.confidence_interval(1 - 0.05 / 5))
+
+    for text in readme, results:  # behind a plus-minus sign, results.md has others' figures, too
         text = ' '.join(text.split()).replace('\N{MINUS SIGN}', '-')
-        claimed = set(re.findall(pattern, text))
-        assert len(claimed) > 9 and claimed <= intervals, claimed - intervals
-    log = compare.read_rows(HERE / 'experiments/runs/gpt-belief-log.csv')
-    for i in range(3):  # BeliefFormer's lengths, layer by layer
-        ratios = [row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in log if row['step'] == 1000]
-        found = f'| {i} | {np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |'
+        claimed = set(re.findall(r'[+-]\d+\.\d+ to [+-]\d+\.\d+', text))
+        assert len(claimed) > 9 and claimed <= halves.keys(), claimed - halves.keys()
+        claimed = set(re.findall(r'\d\.\d{3} \N{PLUS-MINUS SIGN} \d\.\d{3}', text))
+        assert claimed and claimed <= signed.keys(), claimed - signed.keys()
+
+    claims = results.partition('## Claims')[2].partition('## Goals')[0]
+    claims = claims.replace('\N{MINUS SIGN}', '-')
+    verdicts = re.findall(r'(?m)^\| (\d+)a? .*? ([+-][\d.]+) to ([+-][\d.]+)\D*[^|]*\| '
+                          r'([\d.]+)[^|]*\| (\w+) \|', claims)
+    assert len(verdicts) > 20, len(verdicts)
+    for number, low, high, half, verdict in verdicts:
+        assert half in halves[f'{low} to {high}'], (number, low, high, half)
+        up, down = ('worse', 'better') if int(number) < 5 else ('better', 'worse')
+        says = up if float(low) > 0 else down if float(high) < 0 else 'open'
+        assert verdict == says, (number, low, high, verdict)
+
+    xeon = sorted(path.stem for path in runs.glob('*.csv')
+                  if 'Intel' in str(compare.read_rows(path)[0].get('machine')))
+    assert ', '.join(xeon[:-1]) + ' and ' + xeon[-1] in ' '.join(results.split()), xeon
+    for path in runs.glob('*.csv'):
+        assert len({row.get('machine') for row in compare.read_rows(path)}) == 1, path
+
+    detr_rows = {}  # what equal seeds and equal processors are worth there
+    for name in 'detr-softmax-31-33', 'detr-softmax-34-42', 'detr-cross', 'detr-solved':
+        for row in compare.read_rows(runs / f'{name}.csv'):
+            detr_rows.setdefault((row['case'], row['machine'][:3]), []).append(row['AP'])
+    one, *others = [detr_rows[case, 'Int'] for case in ('softmax', 'no-weights', 'lasso', 'l2')]
+    alike = [f'{np.corrcoef(one, other)[0, 1]:.2f}' for other in others]
+    gaps = np.subtract(one[:3], detr_rows['softmax', 'AMD'])
+    found = '{}, {} and {}'.format(*alike).replace('-', '\N{MINUS SIGN}')
+    assert found in results and f'by {np.std(gaps, ddof=1):.3f} (' in results, (found, gaps)
+
+    log = compare.read_rows(runs / 'gpt-belief-log.csv')
+    for i in range(3):  # BeliefFormer's lengths and angles, layer by layer
+        last = [row for row in log if row['step'] == 1000]
+        ratios = [row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in last]
+        mh, update = [np.mean([row[f'{i}.cos_{x}'] for row in last]) for x in ('mh', 'update')]
+        found = (f'| {i} | {np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | '
+                 f'{mh:.2f} | {update:.2f} |')
         assert found in results, found
-    figures = set(re.findall(r'(?<![\d.])\d\.\d\d+(?![\d.])', readme.partition('## Use it')[0]))
-    figures -= set(re.findall(r'\d\.\d\d+', results))
-    assert not figures, f'README has {figures}, results.md does not'
+
+    log = [row for row in compare.read_rows(runs / 'masks-l1-log.csv') if row['step'] > 0]
+    last = {case: np.mean([[row['0.first:1'], row['0.all:1']] for row in log if row['step'] == 150
+                           and row['case'] == case], 0) for case in ('L1', 'no L1')}
+    falls = [np.mean([row['loss'] for row in log if (row['case'], row['step']) == ('L1', step)])
+             for step in (50, 150)]
+    for found in ('to {:.2f} for the first token and {:.2f} for all'.format(*last['L1']),
+                  'end at {:.2f} and {:.2f} in layer 0'.format(*last['no L1']),
+                  'from {:.2f} to {:.2f} (50-step'.format(*falls)):
+        assert found in ' '.join(results.split()), found
+
+    # The rest of the prose (not intervals, which are done, nor sections on costs, others' results
+    # and single runs): figures of tables, of runs at a range's edge, or of the papers
+    sections = 'What others|The default|Claim 5|Claim 10|Goal 3|What a preset'
+    own = re.sub(rf'(?ms)^#+ ({sections}).*?(?=^#)|'
+                 r'```text.*?```|^    .*?$|[+-]\d+\.\d+ to [+-]\d+\.\d+', '',
+                 results.replace('\N{MINUS SIGN}', '-'))
+    for name in 'gpt-rotary-edge', 'vit-cifar10-edge', 'vit-cifar10-adamw-edge':
+        figures |= {f'{row.get("val_acc", row["val_loss"]):.4f}'
+                    for row in compare.read_rows(runs / f'{name}.csv')}
+    figures |= {f'{row["val_loss"]:.3f}' for row in compare.read_rows(
+        runs / 'gpt-factor-judging.csv')}
+    at_8e_3 = [row['val_loss'] for row in compare.read_rows(runs / 'gpt-softmax.csv')
+               if (row['case'], row['role']) == ('softmax 8e-3', 'judging')]
+    figures |= {f'{np.mean(at_8e_3):.4f}', '0.001', '0.005', '2.144', '0.402', '0.000', '0.017',
+                '0.021', '0.029', '0.097'}
+    prose = set(re.findall(r'(?<![\d.])\d\.\d\d\d+(?![\d.])', own))
+    assert prose <= figures, prose - figures
+    prose = set(re.findall(r'(?<![\d.])\d\.\d\d+(?![\d.])', readme.partition('## Your own')[0]))
+    prose -= figures | set(re.findall(r'\d\.\d\d+', results))
+    assert not prose, f'README has {prose}, results.md does not'
+
+    for text in readme, results:  # links within a page, or to a section of results.md
+        for title in re.findall(r'\]\((?:experiments/results\.md)?#([^)]*)\)', text):
+            headings = [re.sub(r'[^\w -]', '', line.strip('# ').lower()).replace(' ', '-')
+                        for line in results.splitlines() if line.startswith('#')]
+            assert title in headings, title
 
 @wants('scipy', 'matplotlib')
 def test_pictures_of_the_texts():

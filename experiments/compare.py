@@ -423,7 +423,8 @@ VARIANTS = {  # name and colour in every picture; colour-blind readers can tell 
     'attentionx-zd': ('AttentionX, zero diagonal', '#AA4499'),
     'value-skip': ('MH + V, a control', '#AAAAAA'),
     'differential': ('differential attention', '#332288'), 'gated': ('gated attention', '#661100'),
-    'laplacian': ('Laplacian heads', '#666633')}
+    'laplacian': ('Laplacian heads', '#666633'),
+    'attentionx-v1': ('AttentionX divided by γ', '#882255')}
 
 def looks(cases):
     """{case: (name, colour)}: the baseline, which is first, is black, and the others are not."""

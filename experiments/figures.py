@@ -3,7 +3,7 @@
     python experiments/figures.py    # writes experiments/*.png; trains nothing, takes seconds
 
     method.png    what each idea passes on, its formula, and lines of its script that compute it
-    rates.png     a small GPT's validation loss by learning rate, for the papers' variants
+    rates.png     a small GPT's validation loss by learning rate, and softmax's after more steps
     variants.png  every variant at its own best rate: its difference from softmax, sorted
     lengths.png   BeliefFormer's Fig. 3: how long MH and Delta are and where they point, by layer
     scaling.png   time and memory of attention by the number of tokens, from `memory.py lengths`
@@ -22,23 +22,9 @@ from matplotlib.figure import Figure
 import compare
 
 HERE = Path(__file__).resolve().parent
-BLACK, ORANGE, SKY, GREEN = '#000000', '#E69F00', '#56B4E9', '#009E73'
-BLUE, RED = '#0072B2', '#D55E00'  # so far Okabe and Ito's, then Paul Tol's
-WINE, INDIGO, OLIVE, PURPLE, BROWN = '#882255', '#332288', '#666633', '#AA4499', '#661100'
-GREY, SILVER, PALE = '#767676', '#AAAAAA', '#DDDDDD'
-VARIANTS = {  # case in a csv file: name, colour, marker
-    'softmax': ('softmax', BLACK, 'o'),
-    'attentionx': ('AttentionX', RED, 's'),
-    'belief': ('BeliefFormer', GREEN, '^'),
-    'belief-star': ('BeliefFormer*', BLUE, 'D'),
-    'belief-head': ('BeliefFormer per head', SKY, 'v'),
-    'attentionx-learned': ('AttentionX, learned γ', ORANGE, 'P'),
-    'attentionx-zd': ('AttentionX, zero diagonal', PURPLE, 'X'),
-    'value-skip': ('MH + V, a control', SILVER, 'p'),
-    'differential': ('differential attention', INDIGO, '<'),
-    'gated': ('gated attention', BROWN, '>'),
-    'laplacian': ('Laplacian heads', OLIVE, 'h'),
-}
+BLACK, GREEN, RED = '#000000', '#009E73', '#D55E00'  # Okabe and Ito's
+WINE, INDIGO, PURPLE, GREY, PALE = '#882255', '#332288', '#AA4499', '#767676', '#DDDDDD'
+MARKERS = dict(zip(compare.VARIANTS, 'os^DvPXp<>hd'))  # names and colours are compare.py's
 matplotlib.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': PALE,
     'legend.frameon': False})
@@ -125,8 +111,10 @@ def draw_method():
     save(figure, 'method')
 
 # ------------------------------------ the record ------------------------------------
-# Two comparisons, each with a softmax of its own: variants of attentionx_gpt.py, of variants.py
+# Three comparisons, each with a softmax of its own: variants of attentionx_gpt.py, AttentionX
+# divided by its gamma, and variants.py
 OURS = [HERE / f'runs/gpt-{name}.csv' for name in ('softmax', 'attentionx', 'belief')]
+DIVIDED = [HERE / 'runs/gpt-factor-judging.csv']
 OTHERS = [HERE / 'runs/gpt-variants.csv']
 
 def mean_losses(rows, variant):
@@ -140,19 +128,25 @@ def mean_losses(rows, variant):
 def draw_rates():
     rows = [row for path in OURS for row in compare.read_rows(path)]
     common = compare.read_rows(HERE / 'runs/gpt-common.csv')
+    longer = compare.read_rows(HERE / 'runs/gpt-equal-time.csv')
     choosing = common + [row for row in rows if row['role'] == 'choosing']
     judging = [row for row in rows if row['role'] == 'judging']
     figure = Figure(figsize=(7, 4))
     ax = figure.subplots()
     for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
-        name, colour, marker = VARIANTS[variant]
+        name, colour = compare.VARIANTS[variant]
         means = mean_losses(choosing, variant)
-        ax.plot(means.keys(), means.values(), color=colour, marker=marker, label=name)
+        ax.plot(means.keys(), means.values(), color=colour, marker=MARKERS[variant], label=name)
         best = min(means, key=means.get)
         ax.plot(best, mean_losses(judging, variant)[best], 'o', color=colour, ms=14, mfc='none')
+    for steps in 1092, 1290:
+        loss = np.mean([row['val_loss'] for row in longer if row['max_iters'] == steps])
+        ax.plot(1e-3, loss, 'o', color=BLACK, mfc='white', zorder=4,
+                label='softmax, more steps' if steps == 1290 else None)
+        ax.annotate(f'{steps} steps ', (1e-3, loss), ha='right', va='center', fontsize=9)
     ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
     ax.set(xscale='log', xlabel='peak learning rate (a ring: 8 other seeds at the best rate)',
-           ylabel='validation loss (nats per byte)')
+           ylabel='validation loss (nats per byte)', xlim=(5.8e-4, 2e-2))
     ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
     ax.minorticks_off()
     ax.legend()
@@ -165,15 +159,17 @@ def table(paths):
                              '--from-csv', *map(str, paths)])[1:]
 
 def draw_variants():
-    lines = table(OURS) + table(OTHERS)
+    divided = [line for line in table(DIVIDED) if 'v1 gamma 1/3' in line['case']]
+    lines = table([*OURS, HERE / 'runs/gpt-gamma.csv']) + divided + table(OTHERS)
     lines.sort(key=lambda line: line['diff'])
     figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
     ax = figure.subplots()
     for line in lines:
-        variant, rate = line['case'].split()
-        name, colour, marker = VARIANTS[variant]
+        variant, *gamma, rate = line['case'].split()
+        name, colour = compare.VARIANTS[variant]
+        name += ', γ = 2' if gamma == ['2'] else ''
         ax.errorbar(line['diff'], f'{name}, at {float(rate):g}', xerr=line['interval'],
-                    color=colour, marker=marker, capsize=4, lw=2, ms=7)
+                    color=colour, marker=MARKERS[variant], capsize=4, lw=2, ms=7)
     ax.invert_yaxis()
     ax.grid(visible=False, axis='y')
     ax.axvline(0, color=BLACK, lw=1)

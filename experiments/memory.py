@@ -61,7 +61,7 @@ def peak(f, device):
 # ------------------------------------ the report's masks ------------------------------------
 KINDS = 'eager', 'fused', 'masks'
 
-def eager(q, k, v, maps=None):
+def eager(q, k, v):
     """In place of SelfAttention.attend: full attention that stores its scores."""
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, T, T)
     future = torch.ones(S.shape[2:], dtype=torch.bool, device=q.device).triu(1)
@@ -72,8 +72,7 @@ def turn(attn, kind, c):
     if kind == 'eager':
         attn.attend = eager
     if kind == 'masks':
-        attn.masks, attn.reading = c.masks, c.reading
-        attn.alpha = torch.nn.Parameter(torch.zeros(len(mask_distill.candidates(c.masks))))
+        attn.add_masks(c)
     return attn
 
 def measure(model, c, device):
