@@ -1482,12 +1482,10 @@ def new_folder(c, where=SCRIPT):
             pass
 
 def read_config(folder):
-    """A run's settings, as a dict."""
+    """A run's settings, as a dict, which is empty if this script made none in that folder."""
     file, known = Path(folder, 'config.json'), asdict(Config())
     config = json.loads(file.read_text('utf-8')) if file.exists() else {}
-    if not config or config.keys() - known.keys():
-        fail(f'{folder} is not a run of {SCRIPT}.py')
-    return {**known, **config}
+    return {**known, **config} if config and config.keys() <= known.keys() else {}
 
 def find_run(given, resume):
     """--folder, or the newest run with the settings `given` on the command line, or None. For
@@ -1498,13 +1496,12 @@ def find_run(given, resume):
     c = Config(**typed)
     name = f'{c.variant}-s{c.seed}' if resume and typed else ''
     runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
-    runs = [file for file in sorted(runs, key=os.path.getmtime, reverse=True)
-            if file.with_name('config.json').exists()]  # train in a notebook writes none
+    runs = [file.parent for file in sorted(runs, key=os.path.getmtime, reverse=True)]
     for wanted in (asdict(c), typed) if name else (typed,):
-        for file in runs:
-            config = read_config(file.parent)
-            if all(config[key] == x for key, x in wanted.items() if key not in MACHINE):
-                return file.parent
+        for folder in runs:
+            config = read_config(folder)
+            if config and all(config[key] == x for key, x in wanted.items() if key not in MACHINE):
+                return folder
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
@@ -1587,7 +1584,7 @@ def parse(argv=None):
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset', 'tiny')
-    given = {**PRESETS[preset], **given}
+    given = {**PRESETS[preset], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
             fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
@@ -1603,7 +1600,7 @@ def parse(argv=None):
         return action, Config(**given)
     if not folder:
         fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
-    config = read_config(folder)
+    config = read_config(folder) or fail(f'{folder} is not a run of {SCRIPT}.py')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
@@ -1644,7 +1641,8 @@ def main(argv=None):
 # --- end of runs
 
 ACTIONS = {'train': train_and_report, 'detect': detect}
-NEW = {'train'}  # actions that make a run; others, and --resume, look for one
+# actions that make a run, with the settings that they stand for; others, and --resume, look for one
+NEW = {'train': {}}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
     main()

@@ -2433,7 +2433,9 @@ def test_commands_in_the_texts():
         words = shlex.split(flags.split(' && ')[0])
         with QUIET:
             if name in scripts:
-                scripts[name].parse(words)
+                new = dict.fromkeys(scripts[name].ACTIONS, {})  # so that none looks for a run
+                with patch.object(scripts[name], 'NEW', new):
+                    scripts[name].parse(words)
                 seen += 1
             # --with names a file of your own
             elif name == 'experiments/compare' and not {'--from-csv', '--with'} & {*words}:
@@ -2763,7 +2765,8 @@ def test_resume_bit_for_bit(tmp_path):
             assert same(want['model'], got['model']), (script.SCRIPT, name)
             assert ('optimizer' in got) == (name == 'ckpt.pt'), (script.SCRIPT, [*got])
         assert want['scaler'] == got['scaler'], (want['scaler'], got['scaler'])
-        assert dtype == 'float32' or want['scaler']['_growth_tracker'] >= 5, want['scaler']
+        if dtype == 'float16' and script is not detr:  # whose losses overflow at first
+            assert want['scaler']['_growth_tracker'] >= 5, want['scaler']
         logs = [[{**row, 'seconds': 0} for row in result['log']] for result in (whole, end.result)]
         assert repr(logs[0]) == repr(logs[1]), script.SCRIPT  # repr: there may be nan
         text = (end.result['folder'] / 'log.csv').read_text()

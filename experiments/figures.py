@@ -197,7 +197,7 @@ def draw_lengths():
     save(figure, 'lengths')
 
 KINDS = {  # case in runs/lengths.csv: name, colour, marker
-    'eager': ('eager: stores all scores', ORANGE, 's'),
+    'eager': ('eager: stores all scores', '#E69F00', 's'),
     'fused': ('the fused kernel', BLACK, 'o'),
     'masks': ('masks in blocks', INDIGO, '^'),
 }
