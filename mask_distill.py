@@ -583,27 +583,22 @@ def load_gpt2(path, n_head=0):
         fail(f'--init {path} is not a GPT-2: {" ".join(str(error).split())[:200]}')
     return model
 
-def sizes_of(c, vocab_size):
-    """The sizes of --init's teacher, which must be those that c asks for."""
-    t = load_gpt2(c.init, c.n_head).config
-    if vocab_size not in (0, t.vocab_size) or t.positions < c.block_size:
-        fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; tokenizer '
-             f'{c.tokenizer} needs {vocab_size} tokens, and --block-size {c.block_size} as many '
-             'positions')
-    sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
-    for name, size in sizes.items():
-        if getattr(c, name) not in (size, getattr(Config, name)):  # a default asks for nothing
-            fail(f'--init {c.init} has {name} {size}: give --{name.replace("_", "-")} {size}')
-    return dict(sizes, vocab_size=t.vocab_size)
-
 def make_model(c, data, teacher=None):
     """A model on the CPU: a teacher, or a student of `teacher` (None: of one with random weights).
-    Its config is c with the data's tokenizer and all sizes. A saved run's c has them already, and
+    Its config is c with the data's tokenizer and the teacher's sizes. A saved run's c has them, and
     data are what it knows of its data."""
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     size = c.vocab_size or getattr(data, 'vocab_size', 0)
     if c.init and not c.positions:
-        return make_model(replace(c, **sizes_of(c, size)), data, teacher)
+        t = (teacher or load_gpt2(c.init, c.n_head)).config
+        if size not in (0, t.vocab_size) or t.positions < c.block_size:
+            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; tokenizer '
+                 f'{c.tokenizer} needs {size} tokens, and --block-size {c.block_size} positions')
+        sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
+        for name, x in sizes.items():
+            if getattr(c, name) not in (x, getattr(Config, name)):  # a default asks for nothing
+                fail(f'--init {c.init} has {name} {x}: give --{name.replace("_", "-")} {x}')
+        c, size = replace(c, **sizes), t.vocab_size
     if not size:  # your own arrays do not say
         size = 1 + int(max(np.max(data.train), np.max(data.val)))
         if min(np.min(data.train), np.min(data.val)) < 0:
@@ -862,25 +857,24 @@ def train(c, folder=None, data=None):
 # ------------------------------ report, sample, criteria ------------------------------
 def report(c, model, log, folder, data):
     """Print the result beside a yardstick, and samples; draw the run and the coefficients."""
+    own = 'best.pt'
     if model.teacher:
         print('\n' + judge(model, data, c)[0])
         try:
             print(side_by_side(c, model, PROMPTS[:2]))
         except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and a network
             print(f'note    no samples: {str(error)[:100]}')
-        what, actions = 'KL from the teacher', ['criteria', 'sample']
         draw_layers(folder / 'layers.png', model, log)
+        own = 'teacher.pt'
     else:
         print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token; a uniform '
               f'guess gets {math.log(model.config.vocab_size):.3f}')
-        what, actions = 'loss', ['sample']
     draw(folder / 'curves.png', {c.stage: log}, [
         ('training loss (nats per token)', 'loss'),
-        (f'validation {what} (nats per token)', 'val_loss')])
-    own = 'best.pt' if c.stage == 'teacher' else 'teacher.pt'
-    c = replace(c, stage='student', init=c.init or str(folder / own))
+        ('validation loss (nats per token; a student\'s: KL)', 'val_loss')])
+    c = replace(c, stage='student', init=c.init or str(folder / own))  # of the same teacher
     other = 'last5' if c.masks != 'last5' else 'windows'
-    print(f'teacher {c.init}: --init makes other students of it')
+    actions = ['criteria', 'sample'] if model.teacher else ['sample']
     files_and_next(c, folder, 'masks', [other, c.masks], *actions)
 
 def draw_layers(path, model, log):

@@ -2148,6 +2148,17 @@ def test_mask_stopped_in_either_stage(tmp_path):
     told = run(mask, *flags, '--resume', '--out-dir', out, '--teacher-lr', 0.01).out
     assert 'from step' not in told and len([*out.glob('*/*')]) == 2, told
 
+def test_mask_best_teacher(tmp_path):
+    """A student is taught by its teacher's best weights, not the last, in every process."""
+    c = mask_config()
+    best, last = mask.GPT2(c), mask.GPT2(dataclasses.replace(c, seed=1))
+    mask.save(tmp_path, 'best.pt', dict(model=best.state_dict()))
+    with patch.object(mask, 'train', lambda *_: (last, [])), patch.object(mask, 'WORLD', 2), \
+            patch('torch.distributed.broadcast') as broadcast, QUIET:
+        teacher = mask.first_teacher(c, tmp_path, None)
+    assert same(teacher.state_dict(), best.state_dict()) and (tmp_path / 'teacher.pt').exists()
+    assert broadcast.call_count == len([*teacher.parameters()]), broadcast.call_count
+
 def test_mask_knows_its_teacher(tmp_path):
     """A student is not resumed with another teacher of the same name."""
     file, flags = mask_teacher(tmp_path), short_run(mask, tmp_path, *CPU)
