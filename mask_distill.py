@@ -592,7 +592,7 @@ def make_model(c, data, teacher=None):
     if c.init and not c.positions:
         t = (teacher or load_gpt2(c.init, c.n_head)).config
         if size not in (0, t.vocab_size) or t.positions < c.block_size:
-            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; tokenizer '
+            fail(f'--init {c.init} has {t.vocab_size} tokens, {t.positions} positions; tokenizer '
                  f'{c.tokenizer} needs {size} tokens, and --block-size {c.block_size} positions')
         sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
         for name, x in sizes.items():

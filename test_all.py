@@ -288,8 +288,8 @@ def test_gpt_identities():
     assert (delta.norm(dim=-1) <= mh.norm(dim=-1)).all(), (delta, mh)
 
 def test_pdmm():
-    """The algorithm behind the papers, for f_i(x) = (x - a_i)^2 / 2 and equal x on every edge: nodes
-    of a ring with chords agree on the mean, and a multiplier sums residuals.  [BF Eq. 2-5]"""
+    """The algorithm behind the papers, where f_i(x) = (x - a_i)^2 / 2 and every edge wants equal x:
+    nodes of a ring with chords agree on the mean; a multiplier sums residuals.  [BF Eq. 2-5]"""
     n, rho, A = 7, 0.6, np.zeros((7, 7))  # A_ij x_i + A_ji x_j = 0
     for i, j in [(0, 3), (2, 5), *((i, (i + 1) % n) for i in range(n))]:
         A[i, j], A[j, i] = 1, -1
@@ -417,7 +417,8 @@ def test_gpt_sampling(tmp_path):
     close(net.generate(idx[:9], 1, temperature=1e-40)[:, 1], logits.argmax(), 0)
     done(gpt, *tiny(gpt, tmp_path))
     prompt = f'FILE:{tmp_path / "text.txt"}'
-    text = done(gpt, 'sample', '--out-dir', tmp_path / 'out', '--num-samples', 2, '--prompt', prompt)
+    text = done(gpt, 'sample', '--out-dir', tmp_path / 'out', '--prompt', prompt,
+                '--num-samples', 2)
     first, second = text.split('\n---------------\n')
     assert first.startswith(TEXT) and second.startswith(TEXT) and first != second, text
 
@@ -3101,7 +3102,7 @@ def test_mistakes(tmp_path):
         for name in ('gpu', 'CPU', '0', 'cuda:99'):
             refuse(script, [f'--device {name}'], *flags, '--device', name)
         with patch.object(script, 'WORLD', 4):
-            refuse(script, ['4 processes', '6 micro-batches', '--grad-accum-steps 8 --batch-size 3'],
+            refuse(script, ['4 processes', '6 micro-batches', '-steps 8 --batch-size 3'],
                    *flags, '--grad-accum-steps', 6)
         with patch.object(script, 'loss_of', side_effect=torch.OutOfMemoryError('memory')):
             refuse(script, ['out of memory', '--batch-size'], *flags)
@@ -3312,9 +3313,9 @@ def test_compare_draws(tmp_path):
     logs = {row['case']: [] for row in rows}
     for row in rows:
         logs[row['case']].append(compare.read_rows(tmp_path / f'a.logs/{row["log"]}/log.csv')[1:])
-    curves = zip(itertools.product(('loss', 'val_loss'), ('step', 'seconds'),
-                                   ('softmax', 'belief')), zip(drawn[::2], drawn[1::2]), strict=True)
-    for (figure, x, case), ((across, mean, colour, label), (low, high)) in curves:
+    curves = itertools.product(('loss', 'val_loss'), ('step', 'seconds'), ('softmax', 'belief'))
+    for (figure, x, case), line, band in zip(curves, drawn[::2], drawn[1::2], strict=True):
+        (across, mean, colour, label), (low, high) = line, band
         first, second = logs[case]
         assert (label, colour == '#000000') == (compare.VARIANTS[case][0], case == 'softmax')
         close(across, [(a[x] + b[x]) / 2 for a, b in zip(first, second)], 1e-6)

@@ -579,8 +579,8 @@ def main(argv=None):
                 for path in o.from_csv for row in read_rows(path)]
         own = {'case', 'role', 'seed', fields(script.Config)[0].name}
         if not rows or not all(own <= row.keys() for row in rows):
-            fail(f'--from-csv {" ".join(o.from_csv)}: not all of its lines are runs of {o.script}.py '
-                 'with fields separated by commas')
+            fail(f'--from-csv {" ".join(o.from_csv)}: not all lines are runs of {o.script}.py, '
+                 'separated by commas')
         o.csv = o.csv or Path(o.from_csv[0])
         if o.tune:
             choosing = [row for row in rows if row['role'] == 'choosing'] or rows
