@@ -273,20 +273,6 @@ def test_gpt_vit_formulas():
             size = want.abs().max()
             close(got.double() / size, want / size, tolerance)
 
-def test_gpt_identities():
-    """What the papers prove."""
-    q, k, v = qkv(2, 3, 6, 4)
-    # AttentionX's two versions are one, up to a factor  [AX1 Eq. 9, AX2 Eq. 10]
-    v1, v2 = gpt_method('attentionx-v1', q, k, v, 0.3), gpt_method('attentionx', q, k, v, 1 / 0.3)
-    close(v1, 0.3 * v2, 1e-14)
-    # a zero diagonal makes Phi longer, by 1 / (1 - p_kk)  [AX2 Eq. 13]
-    phi, phi_zd = [gpt_method('attentionx', q, k, v, zero_diag=zd)[0] for zd in (False, True)]
-    p_own = gpt_weights(q, k).diagonal(dim1=2, dim2=3).mT[..., None]  # (B, T, nh, 1)
-    close(phi[:, 1:], ((1 - p_own) * phi_zd)[:, 1:], 1e-13)
-    # Delta is no longer than MH  [BF Eq. 11]
-    mh, delta = [gpt_method(name, q, k, v)[0].flatten(2) for name in ('softmax', 'belief')]
-    assert (delta.norm(dim=-1) <= mh.norm(dim=-1)).all(), (delta, mh)
-
 def test_pdmm():
     """The algorithm behind the papers, where f_i(x) = (x - a_i)^2 / 2 and every edge wants equal x:
     nodes of a ring with chords agree on the mean; a multiplier sums residuals.  [BF Eq. 2-5]"""
@@ -309,25 +295,21 @@ def test_pdmm():
     close(lam[8], rho * total, 1e-6)
     assert np.abs(lam[8] - rho * swapped).max() > 0.01
 
-def test_learned_gamma():
-    """There is one for each head, which starts at gamma's default, learns, and does not decay."""
-    for script, make, x in (gpt, gpt_model, gpt_ids(2, 9)), (vit, vit_model, vit_images(2)):
-        net = make(attention='attentionx-learned', gamma=2)
-        net(x)[0].square().sum().backward()
-        _, kept = script.make_optimizer(net, net.config).param_groups
-        assert kept['weight_decay'] == 0
-        gammas = [p for name, p in net.named_parameters() if name.endswith('gamma')]
-        assert len(gammas) == 2 and {*gammas} <= {*kept['params']}, gammas
-        for p in gammas:
-            assert p.shape == (2, 1) and (p == 2).all() and (p.grad != 0).all(), (p, p.grad)
-
 def test_gamma():
-    """The papers' choice."""
-    for script, gamma_v1 in (gpt, 0.5), (vit, 1):
+    """The papers' choice. A learned one starts there in each head, learns, and does not decay."""
+    for script, make, x, gamma_v1 in ((gpt, gpt_model, gpt_ids(2, 9), 0.5),
+                                      (vit, vit_model, vit_images(2), 1)):
         for name, zero_diag, gamma in (('attentionx', False, 3), ('attentionx', True, 1),
                                        ('attentionx-v1', False, gamma_v1)):
             c = script.Config(attention=name, zero_diag=zero_diag)
             assert script.default_gamma(c) == gamma, (script.SCRIPT, name, script.default_gamma(c))
+        net = make(attention='attentionx-learned', gamma=2)
+        net(x)[0].square().sum().backward()
+        _, kept = script.make_optimizer(net, net.config).param_groups
+        gammas = [p for name, p in net.named_parameters() if name.endswith('gamma')]
+        assert kept['weight_decay'] == 0 and len(gammas) == 2 and {*gammas} <= {*kept['params']}
+        for p in gammas:
+            assert p.shape == (2, 1) and (p == 2).all() and (p.grad != 0).all(), (p, p.grad)
 
 def test_gpt_causality():
     """A change at token 7 shows only after it; the likeliest text is of the last window."""
@@ -340,13 +322,13 @@ def test_gpt_causality():
         a, b = net(idx, idx)[0], net(changed, idx)[0]
         close(a[:, :7], b[:, :7], 0)
         assert (a[:, 8:] - b[:, 8:]).abs().amax(-1).min() > 1e-6, (name, arch, zero_diag)
-        text = net.generate(idx[:, :1], 18, temperature=0)
-        for t in (1, 2, 16, 17, 18):  # beyond 16, the block size, the window slides
-            window = text[:, max(0, t - 16):t]
-            assert torch.equal(net(window)[0].argmax(-1), text[:, [t]]), (name, arch, t)
+    text = net.generate(idx[:, :1], 18, temperature=0)
+    for t in (1, 2, 16, 17, 18):  # beyond 16, the block size, the window slides
+        close(net(text[:, max(0, t - 16):t])[0].argmax(-1), text[:, [t]], 0)
 
 def test_gpt_golden():
-    """Losses and norms of gradients of nanoGPT and of modded-nanogpt's `casted`."""
+    """Losses and norms of gradients of nanoGPT and of modded-nanogpt's `casted`. A loss is a mean
+    over the targets >= 0."""
     nano = dict(bias=True), 4.4611826, 7.790621
     casted = dict(arch='rotary'), 4.6812654, 6.873915
     for settings, want_loss, want_norm in (nano, casted):
@@ -356,11 +338,14 @@ def test_gpt_golden():
             for p in net.transformer.h.parameters():
                 p.data = (p / p.abs().mean()).to(torch.float8_e5m2).to(p) * p.abs().mean()
         net, idx = net.to(DEVICE), gpt_ids(2, 24, 61)
-        _, loss = net(idx, idx.roll(-1, 1))
+        logits, loss = net(idx, idx.roll(-1, 1))
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
         close(loss, want_loss, 1e-5)
         close(norm, want_norm, 1e-5)
+        targets = idx.roll(-1, 1).where(idx % 3 > 0, -1)
+        want_loss = F.cross_entropy(logits[targets >= 0], targets[targets >= 0])
+        close(net(idx, targets)[1], want_loss, 1e-12)
 
 def test_gpt_recipes():
     """The papers' presets: tokens in a step and, for BeliefFormer, in all; counts of parameters."""
@@ -395,32 +380,25 @@ def test_gpt_initialisation():
     _, kept = gpt.make_optimizer(net, net.config).param_groups
     assert net.transformer.h[0].attn.vectors in {*kept['params']}
 
-def test_gpt_loss():
-    """A mean over the targets >= 0."""
-    net, idx = gpt_model(), gpt_ids(3, 16)
-    targets = idx.roll(-1, 1).where(idx % 3 > 0, -1)
-    logits, loss = net(idx, targets)
-    close(loss, F.cross_entropy(logits[targets >= 0], targets[targets >= 0]), 1e-12)
-
-def test_gpt_sampling(tmp_path):
+def test_sampling(tmp_path):
     """Frequencies of 9,999 drawn tokens are their probabilities, or those of the likeliest three;
     a prompt may be a file, and there may be several samples."""
-    net, idx = gpt_model(), torch.zeros(9999, 1, dtype=torch.long, device=DEVICE)
-    torch.manual_seed(0)
-    logits = net(idx[:1])[0][0, 0].detach()
-    drawn = net.generate(idx, 1, temperature=2.0)[:, 1].bincount(minlength=40)
-    close(drawn / 9999, F.softmax(logits / 2, dim=0), 0.01)
-    best = logits.topk(3)
-    drawn = net.generate(idx, 1, top_k=3)[:, 1].bincount(minlength=40)
-    close(drawn[best.indices] / 9999, F.softmax(best.values, dim=0), 0.02)
-    assert drawn.sum() == drawn[best.indices].sum(), drawn
-    close(net.generate(idx[:9], 1, temperature=1e-40)[:, 1], logits.argmax(), 0)
-    done(gpt, *tiny(gpt, tmp_path))
-    prompt = f'FILE:{tmp_path / "text.txt"}'
-    text = done(gpt, 'sample', '--out-dir', tmp_path / 'out', '--prompt', prompt,
-                '--num-samples', 2)
-    first, second = text.split('\n---------------\n')
-    assert first.startswith(TEXT) and second.startswith(TEXT) and first != second, text
+    for script, net, texts in (gpt, gpt_model(), 2), (mask, mask_golden_model()[0], 4):
+        idx = torch.zeros(9999, 1, dtype=torch.long, device=DEVICE)
+        torch.manual_seed(0)
+        logits = net(idx[:1])[0].detach().flatten()
+        def drawn(**how):
+            return net.generate(idx, 1, **how)[:, 1].bincount(minlength=len(logits)) / 9999
+        close(drawn(temperature=2.0), F.softmax(logits / 2, 0), 0.01)
+        best, found = logits.topk(3), drawn(top_k=3)
+        close(found[best.indices], F.softmax(best.values, 0), 0.02)
+        assert found.count_nonzero() == 3, (script.SCRIPT, found)
+        close(net.generate(idx[:9], 1, temperature=1e-40)[:, 1], logits.argmax(), 0)
+        folder = done(script, *short_run(script, tmp_path))['folder']
+        text = done(script, 'sample', '--folder', folder, '--num-samples', 2, '--prompt',
+                    f'FILE:{tmp_path / "text.txt"}', *CPU)
+        continued = [rest[:4] for rest in text.split(TEXT)[1:]]
+        assert len(continued) == texts and len({*continued}) > 1, (script.SCRIPT, text)
 
 def test_gpt_mask_texts(tmp_path):
     """The last tenth of a file is to validate on, and every tenth file of Python's own. A file may
@@ -430,12 +408,11 @@ def test_gpt_mask_texts(tmp_path):
     windows = (10 * text).replace('\n', '\r\n').encode('utf-8-sig')
     (tmp_path / 'windows.txt').write_bytes(windows)
     (tmp_path / 'photo.jpg').write_bytes(bytes(range(256)))
-    files = sorted(pathlib.Path(os.__file__).parent.glob('*.py'))
-    texts = [file.read_text('utf-8') for file in files]
-    val = ''.join(texts[9::10])
-    del texts[9::10]
+    own = [file.read_text('utf-8') for file in sorted(pathlib.Path(os.__file__).parent.glob('*.py'))]
+    val = ''.join(own[9::10])
+    del own[9::10]
     for script in (gpt, mask):
-        assert script.read_text(script.Config()) == (''.join(texts), val), script.SCRIPT
+        assert script.read_text(script.Config()) == (''.join(own), val), script.SCRIPT
         for name in ('unix.txt', 'windows.txt'):
             data = script.load_data(script.Config(data=str(tmp_path / name), block_size=32))
             assert bytes(data.train.tolist()) == (9 * text).encode(), (script.SCRIPT, name)
@@ -461,11 +438,10 @@ def test_gpt_mask_tokens(tmp_path):
         'llama': {**ours, 'meta.json': b'{"tokenizer": "llama"}'},
         'None': {**ours, 'meta.json': b'{}'},
         'pickle': {**nanogpt, 'meta.pkl': b''}}
-    folders = dict(enumerate(wrong.values()), ours=ours, nanogpt=nanogpt)
-    for name, files in folders.items():
-        (tmp_path / f'data/{name}').mkdir(parents=True)
+    for name, files in {**wrong, 'ours': ours, 'nanogpt': nanogpt}.items():
+        (tmp_path / 'data' / name).mkdir(parents=True)
         for file, content in files.items():
-            (tmp_path / f'data/{name}' / file).write_bytes(content)
+            (tmp_path / 'data' / name / file).write_bytes(content)
     for script in (gpt, mask):
         with patch.object(script, 'Path', tmp_path.joinpath):  # as if started there
             for name, vocab_size in (('ours', 256), ('data/ours', 256), ('nanogpt', 50257),
@@ -473,8 +449,8 @@ def test_gpt_mask_tokens(tmp_path):
                 data = script.load_data(script.Config(data=name, block_size=16))
                 assert (data.train == ids).all() and (data.val == ids[:300]).all(), name
                 assert data.vocab_size == vocab_size, (name, data.vocab_size)
-            for i, word in enumerate(wrong):
-                refuse(script, [word], *tiny(script, tmp_path, '--data', i))
+            for word in wrong:
+                refuse(script, [word], *tiny(script, tmp_path, '--data', word))
 
 def test_gpt_mask_tokenizers():
     """Bytes need no file; GPT-2's tokens take <|endoftext|> as one."""
@@ -550,22 +526,22 @@ def test_gpt_diagnose():
     """One layer by hand; belief-star has two matrices, in this order.  [BF Eq. 15] A subclass is
     looked into if it says what it passes on."""
     net, idx = gpt_model(attention='belief-star'), gpt_ids(2, 9)
-    block = net.transformer.h[1]
+    block, attn = net.transformer.h[1], net.transformer.h[1].attn
     x = net.transformer.h[0](net.transformer.wte(idx) + net.transformer.wpe.weight[:9])
-    qkv = block.attn.c_attn(block.ln_1(x))
+    qkv = attn.c_attn(block.ln_1(x))
     q, k, v = qkv.unflatten(2, (3, net.config.n_head, -1)).permute(2, 0, 3, 1, 4)
     delta, delta_s = gpt_slow('belief-star', q, k, v, 1, False).flatten(3)
-    out = block.attn.c_proj(delta) + block.attn.c_proj_s(delta_s)
-    close(block.attn(block.ln_1(x)), out, 1e-12)
+    close(attn(block.ln_1(x)), attn.c_proj(delta) + attn.c_proj_s(delta_s), 1e-12)
     got = gpt.diagnose(net, idx)
     mh, v = [t.transpose(1, 2).flatten(2) for t in (gpt_weights(q, k) @ v, v)]  # (B, T, C)
-    update_out = block.attn.c_proj(delta)  # Delta's part alone
-    close(got['1.alpha'], ((mh * v).sum(-1) / v.square().sum(-1)).mean(), 1e-6)
-    close(got['1.update'], delta.norm(dim=-1).mean(), 1e-6)
-    close(got['1.update_out'], update_out.norm(dim=-1).mean(), 1e-6)
-    close(got['1.cos_update'], F.cosine_similarity(update_out, x, -1).mean(), 1e-6)
-    inputs = [x.detach()[:1, :3].clone().requires_grad_(), *block.attn.parameters()]
-    assert torch.autograd.gradcheck(lambda x, *_: block.attn(x), inputs, fast_mode=True)
+    update_out = attn.c_proj(delta)  # Delta's part alone
+    for name, want in dict(
+            alpha=(mh * v).sum(-1) / v.square().sum(-1), update=delta.norm(dim=-1),
+            mh=mh.norm(dim=-1), update_out=update_out.norm(dim=-1),
+            cos_update=F.cosine_similarity(update_out, x, -1)).items():
+        close(got[f'1.{name}'], want.mean(), 1e-6)
+    inputs = [x.detach()[:1, :3].clone().requires_grad_(), *attn.parameters()]
+    assert torch.autograd.gradcheck(lambda x, *_: attn(x), inputs, fast_mode=True)
     assert gpt.diagnose(gpt_model(attention='gated'), idx) == {}
 
 def variants_slow(name, layer, attn, x, zero_diag):
@@ -599,14 +575,6 @@ def test_gpt_variants():
             close(attn(x), variants_slow(name, layer, attn, x, zero_diag), 1e-12)
             inputs = [x.clone().requires_grad_(), *attn.parameters()]
             assert torch.autograd.gradcheck(lambda x, *_: attn(x), inputs, fast_mode=True), name
-
-def test_gpt_subclass_trains(tmp_path):
-    """Its layers, which may lack MH and V, are not looked into; without its file it is refused."""
-    folder = done(gpt, *tiny(gpt, tmp_path, '--attention', 'gated'))['folder']
-    assert not (folder / 'layers.png').exists()
-    others = {name: row for name, row in gpt.ATTENTION.items() if name != 'gated'}
-    with patch.object(gpt, 'ATTENTION', others):
-        refuse(gpt, ['gated', 'file that adds'], 'sample', '--folder', folder)
 
 # ------------------------------------ belief_vit.py ------------------------------------
 def vit_model(device=DEVICE, dtype=torch.float64, **settings):
@@ -2003,29 +1971,15 @@ def test_mask_evaluation():
         close(x, np.stack([data.val[s:s + 16] for s in starts]), 0)
         close(val_loss(near, c), mask.token_kl(teacher(x), near(x)).mean(), 1e-6)
 
-def test_mask_sampling(tmp_path):
-    """The likeliest text is that of a pass over the last 24 tokens, which are the positions; drawn
-    tokens follow the temperature, or are of the likeliest three; a prompt may be a file."""
+def test_mask_likeliest_text():
+    """It is that of a pass over the last 24 tokens, which are the positions."""
     teacher, idx = mask_golden_model()
     for settings in dict(masks='window:4+sinks:2'), dict(masks='last5', reading='unnormalised'):
         model = mask.make_student(teacher, mask_config(**settings))
         out = model.generate(idx[:, :3], 30, temperature=0)
         for t in (3, 23, 24, 25, 32):
             close(model(out[:, max(0, t - 24):t])[:, -1].argmax(-1), out[:, t], 0)
-    torch.manual_seed(0)
-    logits, prompt = teacher(idx[:1, :3])[0, -1], idx[:1, :3].expand(9999, -1)
-    drawn = teacher.generate(prompt, 1, 2.0)[:, 3].bincount(minlength=61)
-    close(drawn / 9999, (logits / 2).softmax(0), 0.02)
-    best = logits.topk(3)
-    drawn = teacher.generate(prompt, 1, top_k=3)[:, 3].bincount(minlength=61)
-    assert drawn.sum() == drawn[best.indices].sum(), drawn
-    close(drawn[best.indices] / 9999, best.values.softmax(0), 0.02)
-    close(teacher.generate(idx[:1, :3], 1, temperature=1e-40)[:, 3], logits.argmax(), 0)
     assert len(mask.PROMPTS) == 7 and sum(len(text) > 99 for text in mask.PROMPTS) == 3
-    folder = done(mask, *short_run(mask, tmp_path))['folder']
-    text = done(mask, 'sample', '--folder', folder, '--num-samples', 2, '--prompt',
-                f'FILE:{tmp_path / "text.txt"}', *CPU)
-    assert text.count(f'teacher: {TEXT}') == text.count(f'student: {TEXT}') == 2, text
 
 def mask_figures(model, x, y):
     """The report's criteria once more, in the plainest way."""
