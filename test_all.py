@@ -8,7 +8,6 @@
     python test_all.py                 # all of them, about a minute
     python test_all.py belief resume   # those with one of these words in their name
     python test_all.py --device cuda   # on that device; default: a GPU where there is one
-    python test_all.py --soak          # kills and full disks, ten minutes
     pytest test_all.py                 # the same, if you have pytest
 
 No network; nothing is written outside temporary folders.
@@ -1837,19 +1836,18 @@ def test_mask_teacher_files(tmp_path):
     plain.update({'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16),
                   'transformer.h.0.attn.masked_bias': torch.tensor(-1e4),
                   'lm_head.weight': plain['transformer.wte.weight'].clone()})
-    file = tmp_path / 'model.bin'
+    file, config = tmp_path / 'model.bin', tmp_path / 'config.json'
     torch.save({f'module.{key}': p for key, p in plain.items()}, file)
     flags = tiny(mask, tmp_path, '--init', file)
     refuse(mask, ['heads', '--n-head'], *flags, '--n-head', 0)
     close(mask.load_gpt2(file, 2)(idx), net(idx), 0)
-    config = tmp_path / 'config.json'
-    for field, value in (('activation_function', 'relu'), ('layer_norm_epsilon', 1e-3),
-                         ('scale_attn_by_inverse_layer_idx', True), ('scale_attn_weights', False)):
-        config.write_text(json.dumps({'n_head': 2, field: value}))
-        refuse(mask, [field], *flags)
-    for text in '<!doctype html>', '[1]':
+    for word, text in (('activation_function', '{"activation_function": "relu"}'),
+                       ('layer_norm_epsilon', '{"layer_norm_epsilon": 1e-3}'),
+                       ('by_inverse_layer', '{"scale_attn_by_inverse_layer_idx": true}'),
+                       ('scale_attn_weights', '{"scale_attn_weights": false}'),
+                       ('JSON', '<!doctype html>'), ('JSON', '[1]')):
         config.write_text(text)
-        refuse(mask, ['config.json', 'JSON'], *flags)
+        refuse(mask, [word], *flags)
     config.write_text('{"n_head": 2}')
     close(mask.load_gpt2(file, 4)(idx), net(idx), 0)
     refuse(mask, ['16 positions'], *flags, '--block-size', 17)
@@ -1908,7 +1906,8 @@ def test_mask_safetensors(tmp_path):
 
 def test_mask_what_a_student_trains():
     """It is a copy of the teacher, with masks. --learn says what trains, alphas have a rate of
-    their own, and only a teacher's matrices decay."""
+    their own, and only a teacher's matrices decay. The report: 100 epochs of 1,000 samples of 512
+    tokens, five masks, L1."""
     teacher, idx = mask_golden_model()
     teacher.requires_grad_()
     for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
@@ -1925,6 +1924,9 @@ def test_mask_what_a_student_trains():
     c = dataclasses.replace(c, stage='teacher', max_iters=9, warmup_iters=3)
     assert rates(mask.GPT2(c), c) == {(2e-3, 0.3), (2e-3, 0)}, rates(mask.GPT2(c), c)
     close([mask.learning_rate(step, c, 8.0) for step in (0, 2, 3, 6, 9)], [2, 6, 8, 4.4, 0.8], 1e-6)
+    c = mask.Config(**mask.PRESETS['report004'])
+    has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
+    assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
 
 def test_mask_loss():
     """Mean KL(teacher || student) and L1, by their formulas; logits are float32 under autocast."""
@@ -2012,14 +2014,14 @@ def test_mask_criteria_and_edge_cases():
 
 @wants('scipy', 'matplotlib')
 def test_mask_memory():
-    """Eager attention holds its scores and more, of four heads 16 MiB; blocks need far less."""
+    """Eager attention holds its scores and more, of four heads 4 MiB; blocks need far less."""
     memory = importlib.import_module('memory')
-    flags = '--n-layer 1 --n-head 4 --n-embd 64 --masks window:64+sinks:4 --device cpu'
+    flags = '--n-layer 1 --n-head 4 --n-embd 64 --masks window:64+sinks:4 --block-size 512'
     with QUIET:
-        found = memory.masks(flags.split())
+        found = memory.masks([*flags.split(), *CPU])
         memory.lasso(queries=3, tokens=9)
     eager, fused, blocks = [figures['training step'] for figures in found.values()]
-    assert 32 < eager < 128 and max(fused, blocks) < 0.4 * eager, (eager, fused, blocks)
+    assert 8 < eager < 32 and max(fused, blocks) < 0.5 * eager, (eager, fused, blocks)
 
 def test_mask_two_stages(tmp_path):
     """A teacher, then its student, whose KL falls. The teacher's file serves the next command; a
@@ -2032,12 +2034,10 @@ def test_mask_two_stages(tmp_path):
     losses = [row['val_loss'] for row in end.result['log']]
     assert losses[-1] < 0.7 * losses[0], losses
     close([end.result['kl'], end.result['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
-    again = done(mask, *flags, '--init', file, '--out-dir', tmp_path / 'again')
-    assert [row['val_loss'] for row in again['log']] == losses
     short = done(mask, *flags, '--init', file, '--block-size', 9, '--max-iters', 0)['folder']
     assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
     alone = [*flags[:-4], '--out-dir', tmp_path / 'alone']  # the same teacher, in a run of its own
-    for more in ['teacher'], ['teacher', '--resume'], ['--stage', 'teacher', '--resume']:
+    for more in ['teacher'], ['--stage', 'teacher', '--resume']:
         told = run(mask, *more, *alone)
         assert told.code == 0 and len([*tmp_path.glob('alone/*/*')]) == 1, (more, told)
         assert ('from step 30' in told.out) == ('--resume' in more), told.out
@@ -2055,7 +2055,8 @@ def test_mask_two_stages(tmp_path):
 
 def test_mask_stopped_in_either_stage(tmp_path):
     """Ctrl-C in the teacher's stage, between the stages and in the student's: its last line, or the
-    same command with --resume, ends with the weights of a run that nobody disturbed."""
+    same command with --resume, ends with the weights of a run that nobody disturbed. Settings,
+    data and teacher are compared."""
     flags = tiny(mask, tmp_path, '--teacher-iters', 8, *CPU)
     whole = load(done(mask, *flags)['folder'] / 'ckpt.pt')['model']
     get_batch = mask.get_batch
@@ -2069,24 +2070,29 @@ def test_mask_stopped_in_either_stage(tmp_path):
                patch.object(mask, 'make_student', side_effect=KeyboardInterrupt)]
     for i, (stop, step) in enumerate(zip((at('teacher', 7), *between, at('student', 5)),
                                          (6, 8, 8, 3))):
-        for by_line in (False, True):
-            out = tmp_path / f'{i}{by_line}'
-            with stop:
-                end = run(mask, *flags, '--out-dir', out)
-            line = end.out.splitlines()[-1]
-            assert end.code == 130 and f'from step {step}: ' in line, (i, line)
-            words = shlex.split(line.partition('.py ')[2]) if by_line else [*flags, '--resume']
-            end = run(mask, *words, '--out-dir', out)
-            assert end.code == 0 and f'from step {step}' in end.out, (i, end)
-            assert same(load(end.result['folder'] / 'ckpt.pt')['model'], whole), (i, by_line)
-            assert len([*out.glob('*/*')]) == 1, [*out.glob('*/*')]
-    out = tmp_path / 'other'  # settings and data are compared
+        out = tmp_path / f'{i}'
+        with stop:
+            end = run(mask, *flags, '--out-dir', out)
+        line = end.out.splitlines()[-1]
+        assert end.code == 130 and f'from step {step}: ' in line, (i, line)
+        words = shlex.split(line.partition('.py ')[2]) if i % 2 else [*flags, '--resume']
+        end = run(mask, *words, '--out-dir', out)
+        assert end.code == 0 and f'from step {step}' in end.out, (i, end)
+        assert same(load(end.result['folder'] / 'ckpt.pt')['model'], whole), i
+        assert len([*out.glob('*/*')]) == 1, [*out.glob('*/*')]
+    out, text = tmp_path / 'other', tmp_path / 'text.txt'
     with at('teacher', 7):
         run(mask, *flags, '--out-dir', out)
-    (tmp_path / 'text.txt').write_text(TEXT[::-1])
+    text.write_text(TEXT[::-1])
     refuse(mask, ['other data', 'checksum'], *flags, '--resume', '--out-dir', out)
     told = run(mask, *flags, '--resume', '--out-dir', out, '--teacher-lr', 0.01).out
     assert 'from step' not in told and len([*out.glob('*/*')]) == 2, told
+    file, flags = mask_teacher(tmp_path), short_run(mask, tmp_path, *CPU)
+    done(mask, *flags)
+    saved = load(file)
+    saved['model']['wte.weight'][7] += 1
+    torch.save(saved, file)
+    refuse(mask, ['other data', 'teacher'], *flags, '--resume')
 
 def test_mask_best_teacher(tmp_path):
     """A student is taught by its teacher's best weights, not the last, in every process."""
@@ -2099,72 +2105,18 @@ def test_mask_best_teacher(tmp_path):
     assert same(teacher.state_dict(), best.state_dict()) and (tmp_path / 'teacher.pt').exists()
     assert broadcast.call_count == len([*teacher.parameters()]), broadcast.call_count
 
-def test_mask_knows_its_teacher(tmp_path):
-    """A student is not resumed with another teacher of the same name."""
-    file, flags = mask_teacher(tmp_path), short_run(mask, tmp_path, *CPU)
-    done(mask, *flags, '--max-iters', 3)
-    saved = load(file)
-    saved['model']['wte.weight'][7] += 1
-    torch.save(saved, file)
-    refuse(mask, ['other data', 'teacher'], *flags, '--resume')
-
-def test_mask_report_preset():
-    """100 epochs of 1,000 samples of 512 tokens, five masks, L1."""
-    c = mask.Config(**mask.PRESETS['report004'])
-    has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
-    assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
-
 # ------------------------------------ prepare_data.py ------------------------------------
-PROSE = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
-EVIL = dict.fromkeys(('../../1.jpg', '/etc/000000000001.jpg', 'x.pkl'), b'cos\nsystem\n.')
-
 def contents(path):
     """{name: bytes of a file, or labels and pixels of an .npz}, without hidden files."""
     files = {p.relative_to(path).as_posix(): p for p in path.rglob('[!.]*') if p.is_file()}
     return {name: [np.load(file)[key].tobytes() for key in ('labels', 'images')]
             if file.suffix == '.npz' else file.read_bytes() for name, file in files.items()}
 
-def uint16(data):
-    return np.array([*data], '<u2').tobytes()
-
-def archive(kind, members):
-    """A zip, or a tar with this mode, of {name: bytes} -> bytes."""
-    buffer = io.BytesIO()
-    if kind == 'zip':
-        with zipfile.ZipFile(buffer, 'w') as out:
-            for name, data in members.items():
-                out.writestr(name, data)
-        return buffer.getvalue()
-    with tarfile.open(None, kind, buffer) as out:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            out.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-@contextlib.contextmanager
-def serving(body, cuts=0):
-    """A server whose first answers break off -> its url, the Range headers that came."""
-    log = []
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            wanted = self.headers.get('Range')  # bytes=N-
-            log.append(wanted)
-            rest = body[int(wanted[6:-1]):] if wanted else body
-            self.send_response(206 if wanted and rest else 200 if rest else 416)
-            self.send_header('Content-Length', str(len(rest)))
-            self.end_headers()
-            self.wfile.write(rest[:len(rest) // 2] if len(log) <= cuts else rest)
-        log_message = lambda *_: None
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_port}/x', log
-        server.shutdown()
-
 def test_prep_text_and_mistakes(tmp_path):
     """A text is read as the scripts read --data FILE, and what is there is never changed."""
+    prose = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
     notes, latin = tmp_path / 'my.notes.txt', tmp_path / 'latin.txt'
-    notes.write_bytes(b'\xef\xbb\xbf' + PROSE.encode())
+    notes.write_bytes(b'\xef\xbb\xbf' + prose.encode())
     latin.write_bytes(b'\xe9' * 99)
     with patch('prepare_data.DATA', tmp_path / 'data'), prepare_data.lock('coco'):
         meta = done(prepare_data, 'text', notes, '--tokenizer', 'bytes')
@@ -2178,20 +2130,39 @@ def test_prep_text_and_mistakes(tmp_path):
         assert contents(tmp_path / 'data') == before
         latin.write_bytes(b'short')
         refuse(prepare_data, ['longer text'], 'text', latin, '--tokenizer', 'bytes')
-    text = PROSE.replace('\r\n', '\n')
+    text = prose.replace('\r\n', '\n')
     cut = len(text) * 9 // 10
     for split, part in (('train', text[:cut].encode()), ('val', text[cut:].encode())):
-        assert before[f'my.notes/{split}.bin'] == uint16(part)
+        assert np.frombuffer(before[f'my.notes/{split}.bin'], '<u2').tolist() == [*part]
         assert meta['tokens'][split] == len(part)
     assert meta == json.loads(before['my.notes/meta.json']) and meta['vocab_size'] == 256
-    pieces = [piece for _, piece in prepare_data.pieces({'train': PROSE}, 50)]
-    assert ''.join(pieces) == PROSE and len(pieces) > len(PROSE) / 200
+    pieces = [piece for _, piece in prepare_data.pieces({'train': prose}, 50)]
+    assert ''.join(pieces) == prose and len(pieces) > len(prose) / 200
     assert all(re.match(r'\n\S', piece) for piece in pieces[1:])  # there a new token starts
 
 @loopback()
 @patch('prepare_data.PAUSE', 0)
 def test_prep_downloads(tmp_path):
     """They go on where they broke off; a wrong file is thrown away, and the next mirror asked."""
+    @contextlib.contextmanager
+    def serving(body, cuts=0):
+        """A server whose first answers break off -> its url, the Range headers that came."""
+        log = []
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                wanted = self.headers.get('Range')  # bytes=N-
+                log.append(wanted)
+                rest = body[int(wanted[6:-1]):] if wanted else body
+                self.send_response(206 if wanted and rest else 200 if rest else 416)
+                self.send_header('Content-Length', str(len(rest)))
+                self.end_headers()
+                self.wfile.write(rest[:len(rest) // 2] if len(log) <= cuts else rest)
+            log_message = lambda *_: None
+        with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            yield f'http://127.0.0.1:{server.server_port}/x', log
+            server.shutdown()
+
     body = b'to be or not to be\n' * 20_000
     size, digest = len(body), 'sha256:' + hashlib.sha256(body).hexdigest()
     def get(name, *urls):
@@ -2213,6 +2184,25 @@ def test_prep_downloads(tmp_path):
 
 def test_prep_archives():
     """Members with the expected names end where they should, and no others."""
+    def archive(kind, members):
+        """A zip, or a tar with this mode, of {name: bytes} -> bytes."""
+        buffer = io.BytesIO()
+        if kind == 'zip':
+            with zipfile.ZipFile(buffer, 'w') as out:
+                for name, data in members.items():
+                    out.writestr(name, data)
+        else:
+            with tarfile.open(None, kind, buffer) as out:
+                for name, data in members.items():
+                    info = tarfile.TarInfo(name)
+                    info.size = len(data)
+                    out.addfile(info, io.BytesIO(data))
+        return buffer.getvalue()
+
+    def uint16(data):
+        return np.array([*data], '<u2').tobytes()
+
+    evil = dict.fromkeys(('../../1.jpg', '/etc/000000000001.jpg', 'x.pkl'), b'cos\nsystem\n.')
     pixels = bytes(range(256)) * 12
     hundred = {'train.bin': b'\3\7' + pixels, 'test.bin': b'', 'fine_label_names.txt': b'apple'}
     hundred = {f'cifar-100-binary/{file}': data for file, data in hundred.items()}
@@ -2238,7 +2228,7 @@ def test_prep_archives():
               'val.bin': uint16(texts[0] + texts[-1])})]:
         with folder() as path, patch('prepare_data.DATA', path / 'data'):
             for file, members in raw.items():
-                (path / file).write_bytes(archive(kind, EVIL | members))
+                (path / file).write_bytes(archive(kind, evil | members))
             done(prepare_data, name, '--no-verify', '--from', path, '--tokenizer', 'bytes')
             found = contents(path / 'data' / name)
             assert b'"verified": false' in found.pop('meta.json') and found == want, name
@@ -2251,6 +2241,7 @@ def finds(path, *faults):
     assert len(lines) == len(faults), (faults, end.out, end.err)
     for line, words in zip(lines, faults):
         assert line.startswith(str(path)) and words in line, (line, words)
+    return end.out
 
 def test_prep_check_tokens_and_arrays(tmp_path):
     ids, ours = np.arange(256, dtype='<u2'), b'{"tokenizer": "bytes"}'
@@ -2280,75 +2271,65 @@ def test_prep_check_tokens_and_arrays(tmp_path):
     finds(tmp_path, 'train.npz')
 
 @wants('PIL')
-def test_prep_check_photos_and_coco(tmp_path):
+def test_prep_check_photos(tmp_path):
     """In clean folders nothing is wrong; in others every fault is listed."""
-    photos, coco = tmp_path / 'photos', tmp_path / 'coco'
-    def save(*names, kind='RGB', **more):
+    def save(*names, kind='RGB'):
         for name in names:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            Image.new(kind, (8, 6)).save(tmp_path / name, **more)
-    save(*[f'photos/{name}/{label}/1.png' for name in ('train', 'val') for label in 'ab'])
-    finds(photos)
-    save('one/a/1.png')
+            Image.new(kind, (8, 6)).save(tmp_path / name)
+    save('one/a/1.png', 'train/a/1.png', 'train/b/1.png', 'val/a/1.png', 'val/b/1.png')
     finds(tmp_path / 'one', '1 class folders')
-    save('photos/train/a/._1.png', 'photos/train/2.png', 'photos/val/c/1.png')
-    save('photos/train/__MACOSX/1.png')
-    save('photos/train/a/3.png', kind='I;16')  # read like any other
-    save('photos/train/a/4.tif', kind='F')
-    (photos / 'train/a/1.heic').touch()
-    (photos / 'train/d').mkdir()
-    finds(photos, 'train/2.png', '__MACOSX/1.png: hidden', 'a/._1.png: hidden', '1.heic',
+    shutil.rmtree(tmp_path / 'one')
+    save('train/a/3.png', kind='I;16')  # read like any other
+    finds(tmp_path)
+    save('train/a/._1.png', 'train/2.png', 'val/c/1.png', 'train/__MACOSX/1.png')
+    save('train/a/4.tif', kind='F')
+    (tmp_path / 'train/a/1.heic').touch()
+    (tmp_path / 'train/d').mkdir()
+    finds(tmp_path, 'train/2.png', '__MACOSX/1.png: hidden', 'a/._1.png: hidden', '1.heic',
           'train/d: a class without', 'val/c: train has no', 'val/d: a class without',
           'a/4.tif: real')
+
+@wants('PIL')
+def test_prep_check_coco(tmp_path):
+    """By the rules of admm_detr.py: what that only counts is said, and is no fault."""
     images = [dict(id=i, file_name=f'{i}.png', width=8, height=6) for i in range(4)]
     notes = [dict(id=i, image_id='3', category_id=1, bbox=[1, 2, 3, 4], area=12)
              for i in range(12)]
-    save(*[f'coco/val2017/{i}.png' for i in range(4)])
+    cup, pen = dict(id=1, name='cup'), dict(id=2, name='pen')
     on_its_side = Image.Exif()
     on_its_side[0x0112] = 6
-    save('coco/val2017/4.png', exif=on_its_side)
-    images.append(dict(id=4, file_name='4.png', width=6, height=8))
-    form = dict(images=images, categories=[dict(id=1, name='cup')])
-    annotate(coco, 'val2017', annotations=notes, **form)
-    finds(coco)
-    shutil.copytree(coco / 'val2017', coco / 'train2017')
-    other = dict(form, categories=[dict(id=1, name='mug')])
-    annotate(coco, 'train2017', annotations=notes, **other)
-    finds(coco, 'different categories')
-    two = [dict(id=1, name='cup'), dict(id=2, name='pen')]
-    annotate(coco, 'train2017', annotations=notes, **dict(form, categories=[*two, dict(two[1])]))
-    annotate(coco, 'val2017', annotations=notes, **dict(form, categories=two))
-    finds(coco, 'same id')
-    # COCO itself has a box without width; what the script counts is said, and is no fault
-    counted = [dict(notes[0], category_id=2), dict(notes[1], bbox=[1, 2, 0, 4], area=0)]
-    annotate(coco, 'train2017', annotations=notes, **dict(form, categories=two))
-    annotate(coco, 'val2017', annotations=counted, **dict(form, categories=two))
-    end = run(prepare_data, 'check', coco)
-    assert end.code == 0 and 'classes that train2017 lacks: pen' in end.out, end
-    assert 'of 2 boxes 1 have no width' in end.out and 'of 2 boxes 1 have no area' in end.out, end
-    annotate(coco, 'val2017', annotations=notes, **form)
-    shutil.rmtree(coco / 'train2017')
-    names = [dict(image, file_name='val2017\\' + image['file_name']) for image in images]
-    annotate(coco, 'val2017', annotations=notes, **dict(form, images=names))
-    finds(coco)
+    images[3].update(width=6, height=8)
+    for split, i in itertools.product(('train2017', 'val2017'), range(4)):
+        (tmp_path / split).mkdir(exist_ok=True)
+        exif = dict(exif=on_its_side) if i == 3 else {}
+        Image.new('RGB', (8, 6)).save(tmp_path / split / f'{i}.png', **exif)
+    def said(*faults, train={}, **val):
+        """What `check` prints where the annotations of val2017 and train2017 have these changes."""
+        for split, changes in (('val2017', val), ('train2017', train)):
+            form = dict(images=images, categories=[cup, pen], annotations=notes)
+            annotate(tmp_path, split, **{**form, **changes})
+        return finds(tmp_path, *faults)
+    said('different categories', train=dict(categories=[cup]))
+    said('same id', train=dict(categories=[cup, pen, dict(pen)]))
+    windows = [dict(image, file_name='val2017\\' + image['file_name']) for image in images]
+    out = said(images=windows, annotations=[
+        dict(notes[0], category_id=2), dict(notes[1], bbox=[1, 2, 0, 4], area=0)])
+    for note in 'classes that train2017 lacks: pen', '1 have no width', '1 have no area':
+        assert note in out, (note, out)
+    shutil.rmtree(tmp_path / 'train2017')
     images[0]['width'] = 9
-    (coco / 'val2017/1.png').unlink()
-    (coco / 'val2017/2.png').write_bytes(b'')
+    (tmp_path / 'val2017/1.png').unlink()
+    (tmp_path / 'val2017/2.png').write_bytes(b'')
+    damaged = '0.png', '1.png', '2.png'
     wrong = [dict(bbox=None), dict(bbox=[1, 2, 3, '4']), dict(bbox=[9, 2, 3, 4]),
-             dict(bbox=[1, 7, 3, 4]), dict(bbox=[-4, 2, 3, 4]), dict(bbox=[1, -5, 3, 4]),
-             dict(bbox=[]), dict(image_id=9), dict(category_id=2)]
-    annotate(coco, 'val2017', annotations=[{**a, **b} for a, b in zip(notes, wrong)], **form)
-    damaged = ['0.png', '1.png', '2.png']
-    finds(coco, *damaged, *[f'annotation {i}:' for i in range(len(wrong))])
-    parts = [dict(note, bbox=[.1, .2, .3, .4]) for note in notes]
-    annotate(coco, 'val2017', annotations=parts, **form)
-    finds(coco, *damaged, 'fractions')
-    annotate(coco, 'val2017', annotations=[], **form)
-    finds(coco, *damaged, 'no objects')
-    annotate(coco, 'val2017', annotations=None, **form)
-    finds(coco, "COCO's form")
-    shutil.rmtree(coco / 'val2017')
-    finds(coco, 'no folder train2017')
+             dict(bbox=[1, 9, 3, 4]), dict(bbox=[-4, 2, 3, 4]), dict(bbox=[1, -5, 3, 4]),
+             dict(bbox=[]), dict(image_id=9), dict(category_id=3)]
+    said(*damaged, *[f'annotation {i}:' for i in range(len(wrong))],
+         annotations=[{**a, **b} for a, b in zip(notes, wrong)])
+    said(*damaged, 'fractions', annotations=[dict(note, bbox=[.1, .2, .3, .4]) for note in notes])
+    said(*damaged, 'no objects', annotations=[])
+    said("COCO's form", annotations=None)
 
 # -------------------------------- what all four scripts share --------------------------------
 def source(script):
@@ -2539,33 +2520,34 @@ def test_pictures_of_the_texts():
             assert name in made or 'python ' in after, name
 
 def test_configs():
-    """Presets are valid, every field is a flag, and --help is Config."""
+    """Presets are valid, every field is a flag, --help is Config. Two T4s share the micro-batches
+    of their presets, and 8 processes those of AttentionX's and BeliefFormer's."""
     for script in SCRIPTS:
-        for settings in script.PRESETS.values():
-            script.Config(**settings)
+        presets = {name: script.Config(**flags) for name, flags in script.PRESETS.items()}
+        assert presets['t4'].grad_accum_steps % 2 == 0, script.SCRIPT
         out, names = run(script, '--help').out, vars(script.Config())
         assert all(f'{name}: ' in out for name in names), (script.SCRIPT, out)
         assert script.MACHINE <= {*names}, script.SCRIPT
+    for preset in 'owt-124m', 'belief-124m':
+        assert gpt.Config(**gpt.PRESETS[preset]).grad_accum_steps % 8 == 0, preset
+
+def pasted(script):
+    """The module of a script that has no file."""
+    module = types.ModuleType('cell')
+    with patch.dict(sys.modules, cell=module):
+        exec(source(script), module.__dict__)
+    return module
 
 def test_pasted_into_a_notebook(tmp_path):
     """Where there is no file, a script trains."""
     for script in SCRIPTS:
-        module = types.ModuleType('cell')
-        with patch.dict(sys.modules, cell=module):
-            exec(source(script), module.__dict__)
-            assert done(module, *short_run(script, tmp_path, '--max-iters', 2))['step'] == 2
-
-def run_cells(cells, path):
-    """Run cells in a new notebook whose folder is path -> what each prints and shows, as JSON."""
-    nbclient, nbformat = map(importlib.import_module, ('nbclient', 'nbformat'))
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
-    nbclient.NotebookClient(book, timeout=120, allow_errors=True, kernel_name='python3',
-                            resources=dict(metadata=dict(path=str(path)))).execute()
-    return [json.dumps(cell.outputs) for cell in book.cells]
+        flags = short_run(script, tmp_path, '--max-iters', 2)
+        assert done(pasted(script), *flags)['step'] == 2, script.SCRIPT
 
 @wants('nbclient', 'ipykernel')
 def test_notebook(tmp_path):
-    """README's Colab cell in a real kernel: pictures appear, run again it continues."""
+    """README's Colab cell in a real kernel: pictures appear, and run again it continues. Then %run
+    of every script, !python, and main() in a cell."""
     without = shutil.ignore_patterns('.git', 'out', 'data')
     shutil.copytree(HERE, tmp_path / 'attention', ignore=without)
     cell = re.search(r'    from google.colab.*?curves.png.*?\n', texts()[0], re.S)[0]
@@ -2573,29 +2555,26 @@ def test_notebook(tmp_path):
     cell = re.sub('(?m)^!git clone.*$', '', cell).replace('/content/drive/MyDrive', str(tmp_path))
     cell = cell.replace("'--preset', 't4'", repr(tiny(gpt, tmp_path, *CPU))[1:-1])
     assert "'--max-iters', '6'" in cell and '--resume' in cell, cell
-    outs = run_cells([cell, cell.replace('%cd attention', '')], tmp_path)
-    for out, words in zip(outs, ('step 6/6', 'from step 6'), strict=True):
-        assert words in out and 'image/png' in out and '"error"' not in out, (words, out[-2000:])
-
-@wants('nbclient', 'ipykernel')
-def test_notebook_magic(tmp_path):
-    """%run, !python and main() in a cell, for every script."""
-    cells, words = [], []
+    cells = [(cell, 'step 6/6', 'image/png'),
+             (cell.replace('%cd attention', ''), 'from step 6', 'image/png'),
+             ('import sys; sys.modules["matplotlib"] = None', '[]')]  # no more pictures: faster
     for script in SCRIPTS:
-        flags = ' '.join(short_run(script, tmp_path, '--max-iters', 2))
-        cells.append(f'%run {script.__file__} {flags}')
-        words.append('step 2/2')
-    cells.append(f'!python {gpt.__file__} {" ".join(tiny(gpt, tmp_path, "--max-iters", 2))}')
-    cells.append(f'import sys; sys.path.insert(0, {str(HERE)!r})\n'
-                 'import dataclasses, attentionx_gpt as gpt\n'
-                 'gpt.Config.__init__.__defaults__ = dataclasses.astuple(gpt.Config(max_iters=0, '
-                 f'data={str(tmp_path / "text.txt")!r}, out_dir={str(tmp_path)!r}))\n'
-                 'result = gpt.main()')
-    cells.append(f'%run {prepare_data.__file__}')
-    outs = run_cells(cells, tmp_path)
-    for out, cell, word in zip(outs, cells, [*words, 'step 2/2', 'step 0/0', 'shakespeare'],
-                               strict=True):
-        assert word in out and '"error"' not in out, (cell, out[-1500:])
+        flags = ' '.join(short_run(script, tmp_path, '--max-iters', 2, *CPU))
+        cells.append((f'%run {script.__file__} {flags}', 'step 2/2'))
+    cells += [(f'!python {prepare_data.__file__}', 'shakespeare'),
+              (f'%run {prepare_data.__file__}', 'shakespeare'),
+              ('import attentionx_gpt as gpt, dataclasses\n'
+               'gpt.Config.__init__.__defaults__ = dataclasses.astuple(gpt.Config(max_iters=0, '
+               f'threads=1, new_tokens=1, data={str(tmp_path / "text.txt")!r}))\ngpt.main()',
+               'step 0/0')]
+    nbclient, nbformat = map(importlib.import_module, ('nbclient', 'nbformat'))
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(text) for text, *_ in cells])
+    nbclient.NotebookClient(book, timeout=120, allow_errors=True, kernel_name='python3',
+                            resources=dict(metadata=dict(path=str(tmp_path)))).execute()
+    for cell, (text, *words) in zip(book.cells, cells, strict=True):
+        out = json.dumps(cell.outputs)
+        assert all(word in out for word in words) and '"error"' not in out, (text, out[-2000:])
 
 def test_a_variant_of_your_own(tmp_path):
     """README's row, put into the script, trains; so does the code to paste into a model."""
@@ -2605,10 +2584,8 @@ def test_a_variant_of_your_own(tmp_path):
     (tmp_path / 'mine.py').write_text(source(gpt).replace(head, head + '\n' + row))
     with patch.object(sys, 'path', [str(tmp_path), *sys.path]):
         mine = importlib.import_module('mine')
-    flags = tiny(gpt, tmp_path, '--attention', re.search(r"'([\w-]+)'", row)[1])
-    told = io.StringIO()
-    with patch.object(sys, 'argv', ['a/mine.py', *map(str, flags)]), \
-            contextlib.redirect_stdout(told):
+    argv = ['a/mine.py', *tiny(gpt, tmp_path, '--attention', re.search(r"'([\w-]+)'", row)[1])]
+    with patch.object(sys, 'argv', argv), contextlib.redirect_stdout(io.StringIO()) as told:
         mine.main()
     assert 'python a/mine.py sample --folder' in told.getvalue(), told.getvalue()
     assert '--with a/mine.py' in told.getvalue().splitlines()[-1], told.getvalue()
@@ -2617,6 +2594,20 @@ def test_a_variant_of_your_own(tmp_path):
     exec(last, names)
     want = gpt.ATTENTION['belief'](gpt.multi_head(q, k, v), v.transpose(1, 2), None)
     close(names['out'], want.flatten(2), 1e-6)
+
+def test_arrays_of_your_own(tmp_path):
+    """train(c, folder, data), as in a notebook."""
+    def train(train, val, path=None):
+        data = types.SimpleNamespace(train=train, val=val)
+        with QUIET:
+            return gpt.train(gpt.parse(tiny(gpt, tmp_path, '--data', 'none'))[1], path, data)
+    model, log = train(np.arange(999) % 40, np.arange(99) % 50, tmp_path / 'mine')
+    assert [row['step'] for row in log] == [0, 3, 6] and model.config.vocab_size == 50, log
+    assert same(load(tmp_path / 'mine/ckpt.pt')['model'], model.state_dict())
+    train([1, 2, 3] * 99, [0, 1, 2, 3] * 9)
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.suppress(SystemExit):
+        train([1, 2, 3] * 99, [1, 2, 3, -100] * 9)
+    assert 'ids below 0' in told.getvalue(), told.getvalue()
 
 # ------------------------------------ the training loop ------------------------------------
 def mask_teacher(path):
@@ -2631,28 +2622,20 @@ def short_run(script, path, *more):
     """Flags of tiny and, for mask_distill.py, a teacher, so that no run has to train one."""
     return tiny(script, path, *(('--init', mask_teacher(path)) if script is mask else ()), *more)
 
-def start(script, *flags, room=2**40):
-    """Start a command in a process of its own, whose files may have so many bytes."""
-    def limit():
-        import resource  # not on Windows
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+def start(script, *flags):
+    """Start a command in a process of its own."""
     return subprocess.Popen([sys.executable, script.__file__, *map(str, flags)], text=True,
-                            preexec_fn=limit, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 def checkpoint(script, out):
     """That of the only run in a folder."""
     found, = out.glob(f'{script.SCRIPT}/*/ckpt.pt')
     return load(found)
 
-def test_schedules():
-    """Trapezoid; cosine is in the test after this one."""
-    c = gpt.Config(schedule='trapezoid', warmup_iters=10, max_iters=110, warmdown_iters=20,
-                   learning_rate=1)
-    rates = [gpt.learning_rate(step, c) for step in (0, 10, 90, 100, 110)]
-    close(rates, [1 / 11, 1, 1, 0.5, 0], 1e-7)
-
 def test_training_by_hand(tmp_path):
-    """Five steps of Adam: accumulation, clipping, decay, warmup and cosine."""
+    """Five steps of Adam: accumulation, clipping, decay, warmup and cosine, or a trapezoid.
+    --grad-clip 0, as the papers' presets have it, is no limit, not a limit of 0. Dropout differs
+    from step to step."""
     flags = tiny(gpt, tmp_path, '--grad-accum-steps', 2, '--max-iters', 5, '--grad-clip', 0.5,
                  '--eval-interval', 1, *CPU, '--bias', '--beta1', 0.8, '--beta2', 0.9,
                  '--weight-decay', 0.3)
@@ -2677,17 +2660,15 @@ def test_training_by_hand(tmp_path):
         adam.step()
     for name, p in load(result['folder'] / 'ckpt.pt')['model'].items():
         close(p, model.state_dict()[name], 2e-5)
-
-def test_dropout_differs_from_step_to_step(tmp_path):
-    flags = tiny(gpt, tmp_path, '--dropout', 0.5, '--learning-rate', 1e-30, '--eval-interval', 1)
+    c = gpt.Config(schedule='trapezoid', warmup_iters=10, max_iters=110, warmdown_iters=20,
+                   learning_rate=1)
+    rates = [gpt.learning_rate(step, c) for step in (0, 10, 90, 100, 110)]
+    close(rates, [1 / 11, 1, 1, 0.5, 0], 1e-7)
+    none, wide = [done(gpt, *flags, '--grad-clip', limit)['val_loss'] for limit in (0, 1e9)]
+    assert none == wide != result['val_loss'], (none, wide)
     (tmp_path / 'text.txt').write_text('a' * 2000)  # every batch is the same
-    losses = [row['loss'] for row in done(gpt, *flags)['log'][1:]]
-    assert len(set(losses)) == len(losses) == 6, losses
-
-def test_no_clipping(tmp_path):
-    """--grad-clip 0, as the papers' presets have it, is no limit, not a limit of 0."""
-    none, wide = [done(gpt, *tiny(gpt, tmp_path, '--grad-clip', limit)) for limit in (0, 1e9)]
-    assert none['val_loss'] == wide['val_loss']
+    log = done(gpt, *flags, '--dropout', 0.5, '--learning-rate', 1e-30)['log']
+    assert len({row['loss'] for row in log[1:]}) == 5, log
 
 def test_resume_bit_for_bit(tmp_path):
     """Stopped between two evaluations, then resumed as the last line says: weights, log and best
@@ -2718,32 +2699,34 @@ def test_resume_bit_for_bit(tmp_path):
 
 def test_resume_and_folders(tmp_path):
     """Every command trains in a folder of its own. The same command with --resume continues its own
-    run, extends it, or starts one; without settings it is the newest run's."""
-    for script in SCRIPTS:
-        flags = short_run(script, tmp_path, *CPU)
-        first = done(script, '--resume', *flags)['folder']
-        config = json.loads((first / 'config.json').read_text())
-        assert config['max_iters'] == 6 and config['learning_rate'] == script.Config().learning_rate
-        second = done(script, *flags)['folder']
-        assert second == first.with_name(first.name + '-2')
-        again = run(script, '--resume', *flags)  # the newest of its settings; a cell, run again
-        assert 'from step 6' in again.out and again.result['folder'] == second, again
-        longer = run(script, '--resume', *flags, '--max-iters', 9)
-        assert longer.result['step'] == 9 and re.search('from step 6(?s:.*)9/9 .100', longer.out)
-        for words, *more in ((['--max-iters 6', 'step 9'], '--resume'),
-                             (['--batch-size 4', 'stays'], '--resume', '--batch-size', 2,
-                              '--folder', second),
-                             (['--folder'], '--folder', second),
-                             (['not a run'], '--resume', '--folder', tmp_path / 'nowhere'),
-                             (['no-such-data', 'prepare_data.py'], '--data', 'no-such-data'),
-                             (['nowhere.pt'], '--init', tmp_path / 'nowhere.pt')):
-            refuse(script, words, *flags, *more)
-        other = done(script, '--resume', *flags, '--seed', 5, '--max-iters', 3)['folder']
-        assert other.name == first.name.replace('1337', '5'), other  # none had this seed
-        newest = run(script, '--resume', '--out-dir', tmp_path / 'out', '--max-iters', 6)
-        assert newest.result['folder'] == other and 'from step 3' in newest.out, newest.out
-        own = run(script, '--resume', *flags, '--max-iters', 9)
-        assert own.result['folder'] == second and 'from step 9' in own.out, own.out
+    run, extends it, or starts one; without settings it is the newest run's. Other data under the
+    same name are refused."""
+    flags, out = tiny(gpt, tmp_path, *CPU), ['--out-dir', tmp_path / 'out']
+    first = done(gpt, '--resume', *flags)['folder']
+    config = json.loads((first / 'config.json').read_text())
+    assert config['max_iters'] == 6 and config['learning_rate'] == gpt.Config().learning_rate
+    second = done(gpt, *flags)['folder']
+    assert second == first.with_name(first.name + '-2')
+    again = run(gpt, '--resume', *flags)  # the newest of its settings; a cell, run again
+    assert 'from step 6' in again.out and again.result['folder'] == second, again
+    longer = run(gpt, '--resume', *flags, '--max-iters', 9)
+    assert longer.result['step'] == 9 and re.search('from step 6(?s:.*)9/9 .100', longer.out)
+    for words, *more in ((['--max-iters 6', 'step 9'], '--resume'),
+                         (['--batch-size 4', 'stays'], '--resume', '--batch-size', 2,
+                          '--folder', second),
+                         (['--folder'], '--folder', second),
+                         (['not a run'], '--resume', '--folder', tmp_path / 'nowhere')):
+        refuse(gpt, words, *flags, *more)
+    other = done(gpt, '--resume', *flags, '--seed', 5, '--max-iters', 3)['folder']
+    assert other.name == first.name.replace('1337', '5'), other  # none had this seed
+    newest = run(gpt, '--resume', *out, '--max-iters', 6)
+    assert newest.result['folder'] == other and 'from step 3' in newest.out, newest.out
+    own = run(gpt, '--resume', *flags, '--max-iters', 9)
+    assert own.result['folder'] == second and 'from step 9' in own.out, own.out
+    text = (tmp_path / 'text.txt').read_text()
+    for changed, word in ((text[:-9], 'train'), ('T' + text[1:], 'checksum')):
+        (tmp_path / 'text.txt').write_text(changed)
+        refuse(gpt, ['other data', word], *flags, '--resume', '--max-iters', 12)
 
 def test_resume_by_settings(tmp_path):
     """Settings that are not typed are defaults where a run of them exists; else, they are free. A
@@ -2762,36 +2745,22 @@ def test_resume_by_settings(tmp_path):
     assert f'run     {slow}' in told, told
     refuse(gpt, ['train first'], 'sample', '--seed', 3, '--out-dir', tmp_path / 'out')
 
-def test_resume_knows_its_data(tmp_path):
-    """Other data under the same name are refused in one line, before a step."""
-    flags = tiny(gpt, tmp_path, '--max-iters', 1, *CPU)
-    done(gpt, *flags)
-    text = (tmp_path / 'text.txt').read_text()
-    for other, word in ((text[:-9], 'train'), ('T' + text[1:], 'checksum')):
-        (tmp_path / 'text.txt').write_text(other)
-        refuse(gpt, ['other data', word], *flags, '--resume', '--max-iters', 2)
-
 def test_prefetch():
     """The next batch is made while the step runs, never more than one, and errors come through."""
     made = []
     def make(step):
         made.append(step)
-        if step == 9:
-            raise ValueError('step 9')
-        return step * step
+        return 1 / (9 - step)
     batches = gpt.prefetch(make, range(5, 12))
     for step in range(5, 9):
-        assert next(batches) == step * step
+        assert next(batches) == 1 / (9 - step)
         until = time.time() + 5
         while len(made) < step - 3 and time.time() < until:
             time.sleep(0.001)
         assert made == [*range(5, step + 2)], (step, made)
-    try:
+    with unittest.TestCase().assertRaises(ZeroDivisionError):
         next(batches)
-        raise AssertionError('no error')
-    except ValueError as error:
-        assert str(error) == 'step 9'
-    assert [*gpt.prefetch(make, range(3))] == [0, 1, 4] and [*gpt.prefetch(make, range(0))] == []
+    assert [*gpt.prefetch(str, range(3))] == ['0', '1', '2'] and not [*gpt.prefetch(str, [])]
 
 def test_float16_starts_with_gradients():
     """In owt-124m, at most a few gradients of the 50,304 logits are zeros at the start."""
@@ -2799,14 +2768,12 @@ def test_float16_starts_with_gradients():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(n, 768, generator=generator).half()
     weight = torch.empty(c.vocab_size, 768).normal_(0, 0.02, generator=generator).half()
-    for script in SCRIPTS:
-        logits = (hidden @ weight.T).requires_grad_()
-        loss = F.cross_entropy(logits.float(), torch.arange(n), reduction='sum')
-        loss = loss / (c.batch_size * c.block_size * c.grad_accum_steps)
-        _, scaler = script.mixed_precision(torch.device('cpu'), torch.float16)
-        scaler.scale(loss).backward()
-        zeros = (logits.grad == 0).float().mean().item()
-        assert zeros < 0.01, (script.SCRIPT, zeros)
+    logits = (hidden @ weight.T).requires_grad_()
+    loss = F.cross_entropy(logits.float(), torch.arange(n), reduction='sum')
+    _, scaler = gpt.mixed_precision(torch.device('cpu'), torch.float16)
+    scaler.scale(loss / (c.batch_size * c.block_size * c.grad_accum_steps)).backward()
+    zeros = (logits.grad == 0).float().mean().item()
+    assert zeros < 0.01, zeros
 
 @wants('matplotlib')
 def test_whole_reports(tmp_path):
@@ -2816,33 +2783,15 @@ def test_whole_reports(tmp_path):
         sizes = {file.name: file.stat().st_size for file in end.result['folder'].glob('*.png')}
         assert 'curves.png' in sizes and len(sizes) > 1 and min(sizes.values()) > 5000, sizes
 
-def test_own_data_and_folder(tmp_path):
-    """train(c, folder, data) with arrays of one's own, as in a notebook."""
-    with QUIET:
-        _, c = gpt.parse(tiny(gpt, tmp_path, '--data', 'is-not-read'))
-        data = types.SimpleNamespace(train=np.arange(999) % 40, val=np.arange(99) % 50)
-        model, log = gpt.train(c, tmp_path / 'mine', data)
-        _, other = gpt.train(c, None, data)
-    assert [row['step'] for row in log] == [0, 3, 6] and log[-1]['loss'] == other[-1]['loss']
-    assert model.config.vocab_size == 50, model.config.vocab_size  # the data's tokens
-    assert same(load(tmp_path / 'mine/ckpt.pt')['model'], model.state_dict())
-    data = types.SimpleNamespace(train=[1, 2, 3] * 99, val=[1, 2, 3, -100] * 9)
-    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.suppress(SystemExit), QUIET:
-        gpt.train(c, None, data)
-    assert 'ids below 0' in told.getvalue(), told.getvalue()
-    data.val = [0, 1, 2, 3] * 9
-    with QUIET:
-        gpt.train(c, None, data)
-
 def test_not_finite(tmp_path):
     """A loss or gradient that is not finite stops in that step with one line, and the checkpoint is
     from before; in float16 a gradient skips that step alone."""
-    def break_step(bad, steps):
-        """A patch of loss_of, for each step of training that is number 4 of steps."""
-        loss_of, steps = script.loss_of, iter(steps)
+    def break_step(bad, *numbers):
+        """A patch of loss_of, for these steps of training."""
+        loss_of, steps = script.loss_of, itertools.count()
         def broken(model, batch, c):
             loss = loss_of(model, batch, c)
-            if model.training and next(steps) == 4:
+            if model.training and next(steps) in numbers:
                 if bad == 'loss':
                     return loss * math.nan
                 loss.register_hook(lambda gradient: gradient * math.inf)
@@ -2851,16 +2800,15 @@ def test_not_finite(tmp_path):
     for script in SCRIPTS:
         flags = short_run(script, tmp_path)
         for bad, words in (('loss', 'loss nan'), ('gradient', 'gradient norm')):
-            out = tmp_path / bad
-            with break_step(bad, range(9)):
-                refuse(script, [words, 'step 4'], *flags, '--out-dir', out)
-            assert checkpoint(script, out)['progress'][0] == 3
+            with break_step(bad, 4):
+                refuse(script, [words, 'step 4'], *flags, '--out-dir', tmp_path / bad)
+            assert checkpoint(script, tmp_path / bad)['progress'][0] == 3
     script, half = gpt, tiny(gpt, tmp_path, *CPU, '--dtype', 'float16')
-    with break_step('gradient', range(9)):
+    with break_step('gradient', 4):
         end = done(gpt, *half)
     assert end['step'] == 6 and math.isfinite(end['loss']), end
     assert checkpoint(gpt, tmp_path / 'out')['scaler']['scale'] == 2 ** 15  # halved once
-    with break_step('gradient', 99 * [4]):  # in every step: the scale falls to 1
+    with break_step('gradient', *range(99)):  # the scale falls to 1
         refuse(gpt, ['gradient norm', 'step 16'], *half, '--max-iters', 20)
     with patch.object(gpt, 'bigram_loss', lambda data: 0):  # the step is finite, its outcome not
         refuse(gpt, ['validation loss nan', 'step 1'], *half[:-1], 'float32', '--max-iters', 1,
@@ -2923,22 +2871,15 @@ def test_two_processes(tmp_path):
         for name, p in got['model'].items():  # Adam makes steps of rounding, too
             close(p, want['model'][name], 1e-3)
 
-def test_presets_on_several_processes():
-    """T4 presets share their micro-batches among 2, AttentionX's and BeliefFormer's among 8."""
-    for script in SCRIPTS:
-        assert script.Config(**script.PRESETS['t4']).grad_accum_steps % 2 == 0, script.SCRIPT
-    for preset in 'owt-124m', 'belief-124m':
-        assert gpt.Config(**gpt.PRESETS[preset]).grad_accum_steps % 8 == 0, preset
-
-def test_what_a_launcher_leaves_behind(tmp_path):
+def test_what_a_launcher_leaves_behind():
     """torchrun's variables, not all of them or empty, change nothing."""
-    code = 'import sys, attentionx_gpt as gpt; print(gpt.WORLD, gpt.RANK)'
-    for left in (dict(WORLD_SIZE='2'), dict(RANK='1'), dict(WORLD_SIZE='2', RANK='1'),
-                 dict(WORLD_SIZE='', RANK=''), dict(WORLD_SIZE='1', RANK='3', LOCAL_RANK='3',
-                                                    MASTER_ADDR='127.0.0.1', MASTER_PORT='1')):
-        end = subprocess.run([sys.executable, '-c', code], env={**os.environ, **left}, cwd=HERE,
-                             text=True, capture_output=True)
-        assert end.stdout == '1 0\n', (left, end.stdout, end.stderr)
+    for script, left in itertools.product(SCRIPTS, (
+            dict(WORLD_SIZE='2'), dict(RANK='1'), dict(WORLD_SIZE='2', RANK='1'),
+            dict(WORLD_SIZE='', RANK=''), dict(WORLD_SIZE='1', RANK='3', LOCAL_RANK='3',
+                                               MASTER_ADDR='127.0.0.1', MASTER_PORT='1'))):
+        with patch.dict(os.environ, left):
+            module = pasted(script)
+        assert (module.WORLD, module.RANK) == (1, 0), (script.SCRIPT, left)
 
 VARIANTS = {  # settings of every variant of each script
     gpt: [dict(attention=name, arch=arch, zero_diag=zero_diag) for name in gpt.ATTENTION
@@ -3007,68 +2948,62 @@ def test_cuda(tmp_path):
             assert end.code == 0 and math.isfinite(end.result['loss']), (end.out, end.err)
 
 # ------------------------------------ mistakes ------------------------------------
-class Trap:
-    """Unpickled it would make a folder."""
-    def __reduce__(self):
-        return os.mkdir, ('trapped',)
-
-def full(path, data):
-    """Path.write_bytes on a disk that has room for half of the data."""
-    with open(path, 'wb') as file:
-        file.write(data[:len(data) // 2])
-    raise OSError('No space left on device')
-
 def test_mistakes(tmp_path):
-    """The likely ones, in every script: one line, exit code 2, nothing lost."""
-    for script in SCRIPTS:
-        flags = short_run(script, tmp_path)
-        action = {gpt: ['sample'], vit: ['predict', '--images', 'a.jpg'],
-                  detr: ['detect', '--images', 'a.jpg'], mask: ['sample']}[script]
-        refuse(script, ['no run'], *action, *flags)
-        refuse(script, ['--sed'], *flags, '--sed', '3')
-        refuse(script, ['trane'], 'trane')
-        refuse(script, ['dtype', 'float32'], '--dtype', 'float8')
-        for name, value in (('max-iters', -1), ('learning-rate', 'nan'), ('learning-rate', 1e34),
-                            ('seed', 20261105123456)):
-            refuse(script, [name, 'must be from'], *flags, '--' + name, value)
-        for name in ('gpu', 'CPU', '0', 'cuda:99'):
-            refuse(script, [f'--device {name}'], *flags, '--device', name)
-        with patch.object(script, 'WORLD', 4):
-            refuse(script, ['4 processes', '6 micro-batches', '-steps 8 --batch-size 3'],
-                   *flags, '--grad-accum-steps', 6)
-        with patch.object(script, 'loss_of', side_effect=torch.OutOfMemoryError('memory')):
-            refuse(script, ['out of memory', '--batch-size'], *flags)
-
-def test_mistakes_of_one_script(tmp_path):
-    """Each is answered with the first flag's name."""
+    """The likely ones: one line, exit code 2, nothing lost. Block `runs` answers the first."""
+    flags = tiny(gpt, tmp_path)
+    for words, *mistake in (
+            (['no run'], 'sample', *flags), (['--sed'], *flags, '--sed', '3'), (['trane'], 'trane'),
+            (['dtype', 'float32'], '--dtype', 'float8'),
+            *(([name, 'must be from'], *flags, '--' + name, value) for name, value in (
+                ('max-iters', -1), ('learning-rate', 'nan'), ('learning-rate', 1e34),
+                ('seed', 20261105123456))),
+            *(([f'--device {name}'], *flags, '--device', name)
+              for name in ('gpu', 'CPU', '0', 'cuda:99'))):
+        refuse(gpt, words, *mistake)
+    with patch.object(gpt, 'WORLD', 4):
+        refuse(gpt, ['4 processes', '6 micro-batches', '-steps 8 --batch-size 3'],
+               *flags, '--grad-accum-steps', 6)
+    with patch.object(gpt, 'loss_of', side_effect=torch.OutOfMemoryError('memory')):
+        refuse(gpt, ['out of memory', '--batch-size'], *flags)
     for script, *mistakes in (
             (gpt, '--block-size 4000', '--n-embd 18', '--vocab-size 100', "--prompt ''"),
             (vit, '--patch-size 3', '--model vit'),
             (detr, '--self-attention l2', '--power 2', '--nheads 5'),
             (mask, '--masks nonsense', "--masks ''", '--masks window', '--masks window:0',
              '--n-head 3', '--vocab-size 100', '--block-size 5000')):
-        for mistake in mistakes:
-            flags = shlex.split(mistake)
-            refuse(script, flags[:1], *tiny(script, tmp_path), *flags)
+        flags = tiny(script, tmp_path)
+        for mistake in map(shlex.split, mistakes):  # each is answered with the first flag's name
+            refuse(script, mistake[:1], *flags, *mistake)
+        refuse(script, ['no-such-data', 'prepare_data.py'], *flags, '--data', 'no-such-data')
+        refuse(script, ['none.pt'], *flags, '--init', tmp_path / 'none.pt')
 
 def test_mistakes_lose_no_checkpoint(tmp_path):
     """A full disk leaves the older file; one that is damaged, foreign or a trap is refused."""
-    for script in SCRIPTS:
-        flags = short_run(script, tmp_path)
-        file = done(script, *flags)['folder'] / 'ckpt.pt'
-        saved = {p: p.read_bytes() for p in file.parent.glob('*.pt')}
-        with patch('pathlib.Path.write_bytes', full):
-            refuse(script, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
-        assert all(p.read_bytes() == before for p, before in saved.items())
-        for damage in (b'', saved[file][:-100], dict(model=Trap()), dict(model={})):
-            if type(damage) is bytes:
-                file.write_bytes(damage)
-            else:
-                torch.save(damage, file)
-            before = file.read_bytes()
-            refuse(script, ['ckpt.pt'], '--resume', *flags)
-            assert file.read_bytes() == before and not os.path.exists('trapped')
-    folder = done(gpt, *tiny(gpt, tmp_path))['folder']
+    class Trap:
+        """Unpickled it would make a folder."""
+        def __reduce__(self):
+            return os.mkdir, ('trapped',)
+
+    def full(path, data):
+        """Path.write_bytes on a disk that has room for half of the data."""
+        with open(path, 'wb') as file:
+            file.write(data[:len(data) // 2])
+        raise OSError('No space left on device')
+
+    flags = tiny(gpt, tmp_path)
+    folder = done(gpt, *flags)['folder']
+    file, saved = folder / 'ckpt.pt', {p: p.read_bytes() for p in folder.glob('*.pt')}
+    with patch('pathlib.Path.write_bytes', full):
+        refuse(gpt, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
+    assert all(p.read_bytes() == before for p, before in saved.items())
+    for damage in (b'', saved[file][:-100], dict(model=Trap()), dict(model={})):
+        if type(damage) is bytes:
+            file.write_bytes(damage)
+        else:
+            torch.save(damage, file)
+        before = file.read_bytes()
+        refuse(gpt, ['ckpt.pt'], '--resume', *flags)
+        assert file.read_bytes() == before and not os.path.exists('trapped')
     torch.save({**torch.load(folder / 'best.pt'), 'model': {}}, folder / 'best.pt')
     refuse(gpt, ['weights of another model'], 'sample', '--folder', folder, *CPU)
 
@@ -3081,23 +3016,15 @@ def test_recipes_need_their_data():
             refuse(script, ['prepare_data.py', name], '--preset', preset, *CPU)
 
 # ------------------------------------ experiments/compare.py ------------------------------------
-@contextlib.contextmanager
-def patches(*some):
-    with contextlib.ExitStack() as stack:
-        for one in some:
-            stack.enter_context(one)
-        yield
-
 def fake(figure):
-    """A patch of train: a run ends at once, with figure(c), on data that are not read."""
+    """A patch of train and load_data: a run ends at once, with figure(c). And the runs."""
     def train(c, folder=None, data=None):
         value = figure(c)
         runs.append(c)
         return torch.nn.Linear(2, 2), [dict(step=3, seconds=0.5, val_loss=9.0, loss=3.0),
                                        dict(step=6, seconds=1.0, val_loss=value, loss=value)]
     runs, data = [], types.SimpleNamespace(facts=dict(train=9))
-    return patches(patch.object(gpt, 'train', train),
-                   patch.object(gpt, 'load_data', lambda c: data)), runs
+    return patch.multiple(gpt, train=train, load_data=lambda c: data), runs
 
 @wants('scipy')
 def test_compare_at_best(tmp_path):
@@ -3131,41 +3058,38 @@ def test_compare_at_best(tmp_path):
 
 @wants('scipy')
 def test_compare_mistakes(tmp_path):
-    flags = ['attentionx_gpt', '--csv', tmp_path / 'a.csv', '--seeds', '0']
-    read = ['--from-csv', tmp_path / 'a.csv']
-    patched, runs = fake(lambda c: 1.0)
-    with patched:
+    file, text = tmp_path / 'a.csv', lambda name: tmp_path / f'{name}.csv'
+    flags, read = ['attentionx_gpt', '--csv', file, '--seeds', '0'], ['--from-csv', file]
+    with fake(lambda c: 1.0)[0]:
         run(compare, *flags, '--sweep', 'gamma=2')
-        for words, *more in ((['--sweep', 'FIELD'], '--sweep', 'nothing'),
-                             (['--nothing'], '--sweep', 'nothing=1'),
-                             (['choose from', 'papers'], '--table', 'x'),
-                             (['same settings'], '--sweep', 'threads=1,2'),
-                             (['--test-seeds'], '--test-seeds', '1'),
-                             (['invalid seeds', '0-2'], '--seeds', '0-2'),
-                             (['--seeds'], '--sweep', 'seed=0,1'),
-                             (['no such file'], '--from-csv', tmp_path / 'none.csv'),
-                             (['runs of attentionx_gpt'], '--from-csv',
-                              HERE / 'experiments/runs/detr-cross.csv'),
-                             (['--csv', 'Is a directory'], '--sweep', 'gamma=4', '--csv', tmp_path),
-                             (['--tune', '--sweep'], '--tune', 'gamma'),
-                             (['no such Python file'], '--with', tmp_path / 'none.py'),
-                             (['--attention', 'mine'], '--sweep', 'attention=mine'),
-                             (['--metric val_los'], *read, '--metric', 'val_los'),
-                             (['--against x'], *read, '--against', 'x'),
-                             (['two rows'], *read, tmp_path / 'a.csv')):
+        for words, *more in (
+                (['--sweep', 'FIELD'], '--sweep', 'nothing'),
+                (['--nothing'], '--sweep', 'nothing=1'),
+                (['choose from', 'papers'], '--table', 'x'),
+                (['same settings'], '--sweep', 'threads=1,2'),
+                (['--test-seeds'], '--test-seeds', '1'),
+                (['invalid seeds', '0-2'], '--seeds', '0-2'), (['--seeds'], '--sweep', 'seed=0,1'),
+                (['no such file'], '--from-csv', text('none')),
+                (['runs of attentionx_gpt'], '--from-csv',
+                 HERE / 'experiments/runs/detr-cross.csv'),
+                (['--csv', 'Is a directory'], '--sweep', 'gamma=4', '--csv', tmp_path),
+                (['--tune', '--sweep'], '--tune', 'gamma'),
+                (['no such Python file'], '--with', tmp_path / 'none.py'),
+                (['--attention', 'mine'], '--sweep', 'attention=mine'),
+                (['--metric val_los'], *read, '--metric', 'val_los'),
+                (['--against x'], *read, '--against', 'x'), (['two rows'], *read, file)):
             refuse(compare, words, *flags, *more)
         with patch.object(compare, 'version', lambda script: 'another'):
             refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
         with patch.object(gpt, 'load_data', lambda c: types.SimpleNamespace(facts=dict(train=8))):
             refuse(compare, ['other data', 'a.csv'], *flags, '--sweep', 'gamma=2')
-    text = (tmp_path / 'a.csv').read_text()
-    for name, other in (('semicolons', text.replace(',', ';')), ('cut', text + 'x,judging,'),
+    rows = file.read_text()
+    for name, other in (('semicolons', rows.replace(',', ';')), ('cut', rows + 'x,judging,'),
                         ('empty', '')):
-        (tmp_path / f'{name}.csv').write_text(other)
-        refuse(compare, [f'{name}.csv', 'commas'], 'attentionx_gpt', '--from-csv',
-               tmp_path / f'{name}.csv')
-    (tmp_path / 'excel.csv').write_text('\ufeff' + text, 'utf-8')
-    assert done(compare, 'attentionx_gpt', '--from-csv', tmp_path / 'excel.csv')
+        text(name).write_text(other)
+        refuse(compare, [f'{name}.csv', 'commas'], 'attentionx_gpt', '--from-csv', text(name))
+    text('excel').write_text('\ufeff' + rows, 'utf-8')
+    assert done(compare, 'attentionx_gpt', '--from-csv', text('excel'))
 
 @wants('scipy')
 def test_compare_intervals(tmp_path):
@@ -3207,9 +3131,6 @@ def test_compare_and_bench(tmp_path):
             first, second = [times for (_, kind), times in bench.result.items() if kind == what]
             assert len(first) == len(second) == 4 and min(first + second) > 0
             assert f'{np.median(np.divide(second, first)[2:]):.3f} (' in bench.out
-    untrained = ['--sweep', 'max_iters=0,2', '--seeds', '0']
-    rows = done(compare, 'mask_distill', *short_run(mask, tmp_path), *untrained)
-    assert len(rows) == 2 and rows[0]['mean'] != rows[1]['mean'], rows
 
 @wants('scipy')
 def test_bench_times_the_forward_pass(tmp_path):
@@ -3218,12 +3139,12 @@ def test_bench_times_the_forward_pass(tmp_path):
         return lambda *inputs: (time.sleep(seconds), whole(*inputs))[1]
     flags = ['attentionx_gpt', *tiny(gpt, tmp_path), '--bench', '--rounds', 1, '--sweep',
              'attention=softmax']
-    with patch.object(gpt.GPT, 'forward', sleeping(gpt.GPT.forward, 0.2)), \
-            patch.object(gpt, 'get_batch', sleeping(gpt.get_batch, 0.5)), \
-            patch.object(gpt, 'loss_of', sleeping(gpt.loss_of, 0.5)):
+    with patch.object(gpt.GPT, 'forward', sleeping(gpt.GPT.forward, 0.1)), \
+            patch.multiple(gpt, get_batch=sleeping(gpt.get_batch, 0.2),
+                           loss_of=sleeping(gpt.loss_of, 0.2)):
         times = done(compare, *flags)
-    assert 0.2 < times['softmax', 'inference'][-1] < 0.4, times
-    assert 0.7 < times['softmax', 'training step'][-1] < 1.1, times
+    assert 0.1 < times['softmax', 'inference'][-1] < 0.2, times
+    assert 0.3 < times['softmax', 'training step'][-1] < 0.5, times
 
 @wants('scipy', 'matplotlib')
 def test_compare_draws(tmp_path):
@@ -3281,76 +3202,37 @@ def test_memory_by_length(tmp_path):
     grows as T squared. The table, the csv and the picture have the same figures."""
     memory, figures = [importlib.import_module(name) for name in ('memory', 'figures')]
     clock, calls, took = [0.0], [], dict(eager=3.0, fused=0.5, masks=0.25)  # ms a token
-    def timed(kind, attend):
-        def attention(q, k, v, *args, **options):
+    def timed(owner, name, kind):
+        attend = getattr(owner, name)
+        def attention(q, *args, **options):
             calls.append(kind)
             late = 99 if len(calls) % 7 == 0 else 0  # the machine does something else
             clock[0] += took[kind] * q.size(2) / 1000 + late
-            return attend(q, k, v, *args, **options)
-        return attention
+            return attend(q, *args, **options)
+        return patch.object(owner, name, attention)
 
     now = types.SimpleNamespace(perf_counter=lambda: clock[0])
     with (patch.object(figures, 'HERE', tmp_path), patch.object(figures, 'save') as save,
-          patch.object(memory, 'time', now),
-          patch.object(memory, 'eager', timed('eager', memory.eager)),
-          patch.object(F, 'scaled_dot_product_attention',
-                       timed('fused', F.scaled_dot_product_attention)),
-          patch.object(mask, 'blocked_attention', timed('masks', mask.blocked_attention)),
+          patch.object(memory, 'time', now), timed(memory, 'eager', 'eager'),
+          timed(F, 'scaled_dot_product_attention', 'fused'),
+          timed(mask, 'blocked_attention', 'masks'),
           contextlib.redirect_stdout(io.StringIO()) as out):
         memory.lengths('--n-head 1 --n-embd 8 --block-size 512 --device cpu'.split())
     rows = compare.read_rows(tmp_path / 'runs/lengths.csv')
     assert calls == [*took] * sum(1 + int(row['rounds']) for row in rows[::3]), calls[:99]
-    assert [row['tokens'] for row in rows[::3]] == [32, 64, 128, 256, 512], rows
     picture = save.call_args[0][0].axes
     for i, kind in enumerate(took):
         own = rows[i::3]
-        mib = [row['mib'] for row in own]
+        assert [(row['case'], row['tokens']) for row in own] == [(kind, 2 ** n)
+                                                                for n in range(5, 10)], own
         close([row['ms'] for row in own], [took[kind] * row['tokens'] for row in own], 1e-6)
-        growth = mib[-1] / mib[-2]
-        assert {row['case'] for row in own} == {kind}
-        assert abs(growth - (4 if kind == 'eager' else 2)) < 0.3, (kind, mib)
+        growth = own[-1]['mib'] / own[-2]['mib']
+        assert abs(growth - (4 if kind == 'eager' else 2)) < 0.3, (kind, growth)
         for ax, field in zip(picture, ('ms', 'mib'), strict=True):
             assert list(ax.lines[i].get_ydata()) == [row[field] for row in own], (kind, field)
             assert ax.get_xscale() == ax.get_yscale() == 'log'
     last = out.getvalue().splitlines()[-2].split()
     assert last[:1] + last[4:] == ['512', '1,536.0', '256.0', '128.0', '333', '2,000', '4,000']
-
-# ------------------------------------ soak ------------------------------------
-def soak_kills(script, path, flags, rng):
-    """Kills at random moments, each followed by --resume."""
-    steps = set()
-    for seed in range(7):
-        flags, clock = [*flags, '--seed', str(seed)], time.time()
-        whole, part = path / f'whole{seed}', path / f'part{seed}'
-        assert start(script, *flags, '--out-dir', whole).wait() == 0
-        seconds = time.time() - clock
-        for _ in range(3):
-            process = start(script, '--resume', *flags, '--out-dir', part)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(rng.uniform(seconds / 2, seconds))  # the first half is imports
-            process.kill()
-            assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
-            steps |= {load(file)['progress'][0] for file in part.glob('*/*/ckpt.pt')}
-        assert start(script, '--resume', *flags, '--out-dir', part).wait() == 0
-        assert same(checkpoint(script, part)['model'], checkpoint(script, whole)['model'])
-    return f'21 kills, {len(steps)} steps to resume from, weights equal bit for bit'
-
-def soak_full_disk(script, path, flags, rng):
-    with interrupted(script, 50):
-        run(script, *flags)
-    file, = path.glob(f'out/{script.SCRIPT}/*/ckpt.pt')
-    for tenths in range(10):
-        room = file.stat().st_size * tenths // 10
-        process = start(script, '--resume', '--folder', file.parent, room=room)
-        _, err = process.communicate()
-        assert (process.returncode, err.count('\n'), load(file)['progress'][0]) == (2, 1, 50), err
-    return '10 full disks, one line each, the older checkpoint intact'
-
-def soak():
-    for script, figure in itertools.product(SCRIPTS, (soak_kills, soak_full_disk)):
-        with folder() as path:
-            flags = short_run(script, path, *CPU, '--max-iters', 200, '--eval-interval', 5)
-            print(script.SCRIPT, figure(script, path, flags, np.random.default_rng(0)), flush=True)
 
 # ------------------------------------ runner ------------------------------------
 def main(words):
@@ -3383,4 +3265,4 @@ def main(words):
     return failed > 0
 
 if __name__ == '__main__':
-    sys.exit(soak() if '--soak' in sys.argv else main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
