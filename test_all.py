@@ -1565,12 +1565,14 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
             ('has no c.png', 'c.png', dict(images=[image, dict(other, file_name='c.png')])),
             ('(30, 60) (20, 30)', 'a.png', dict(images=[image, dict(other, width=20, height=30)])),
             ("COCO's form image_id", '', dict(annotations=[dict(id=1)])),
-            ("COCO's form", "COCO's form", dict(annotations=None)),
-            ('differ', 'different', dict(categories=[*categories, dict(id=1, name='x')]))):
+            ("COCO's form", "COCO's form", dict(annotations=None))):
         refused(words, check, **changes)
+    refused('no object', 'no objects', annotations=[])
     refused('no object', split='train2017', annotations=rest[1:])
-    # the first photo, a.png, shows nothing
-    refused('no object first 1', more=['--eval-rows', 1])
+    refused('no object first 1', more=['--eval-rows', 1])  # a.png
+    annotate(tmp_path, 'val2017', categories=[*categories, dict(id=1, name='cow')])
+    refuse(detr, ['differ'], *flags)
+    checked(tmp_path, 'different categories')
     (tmp_path / 'annotations/instances_val2017.json').write_text('{"images": [')
     refuse(detr, ['val2017.json', 'JSON'], *flags)
     refuse(detr, ['train2017'], *flags, '--data', tmp_path / 'annotations')
