@@ -973,7 +973,7 @@ def parse(argv=None):
     given = {**PRESETS[preset], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
-            fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
+            fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
         if name in ('data', 'init', 'folder', 'out_dir'):
             given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
     new, resume = action in NEW, given.pop('resume', False)

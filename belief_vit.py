@@ -40,12 +40,12 @@ the same pixels 26.2 %, and the commonest class is 11.1 % (563 steps, 154,030 pa
 The papers' models are vit-small, from vision-transformers-cifar10, and deit-small-local, from
 efficient-vit-training; deit-small is timm's. With their weights the logits are theirs to 1e-6.
 [deviation] We leave out efficient-vit-training's EMA, repeated augmentation, random erasing,
-RandAugment of photos and unused parameters, and train its position embeddings: resizing them, it
-makes a new parameter, and its optimiser keeps the old one.
+RandAugment of photos and unused parameters, and train position embeddings, which it never changes.
 """
 import argparse
 import csv
 import functools
+import glob
 import inspect
 import io
 import itertools
@@ -112,11 +112,12 @@ def default_gamma(c):
     """The papers' gamma, unless --gamma is given. AX2 wants 1 or more, AX1 more than 0, up to 1."""
     if c.gamma is not None:
         return float(c.gamma)
-    if c.attention == 'attentionx-v1' or c.zero_diag and c.attention != 'softmax-scaled':
+    if c.attention == 'attentionx-v1' or (c.zero_diag and c.attention != 'softmax-scaled'):
         return 1.0  # [AX1 Sec. 4.1] [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
 # ------------------------------------ configuration ------------------------------------
+# arXiv 2112.13492: patches also see shifted images, and attention learns its temperature
 SHIFTED = dict(image_size=32, patch_size=4, zero_diag=True, shifted=True, local=False,
                qkv_bias=False, eps=1e-5, start='normal')
 DEIT = dict(image_size=224, patch_size=16, embed_dim=384, depth=12, num_heads=6, head_size=64,
@@ -146,7 +147,6 @@ class Config:
     num_heads: int = None
     head_size: int = None          # channels of a head
     mlp_dim: int = None            # hidden channels of the feed-forward network
-    num_classes: int = 0           # the data's; no flag
     dropout: float = None
     drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
     num_classes: int = 0           # the data's; no flag
@@ -192,7 +192,7 @@ class Config:
             fail(f'--patch-size {c.patch_size} must divide --image-size and --first-size')
 
     def sized(self):
-        """The same with its model's sizes where they are left open."""
+        """These settings, with the sizes of their model where none are given."""
         model = MODELS[self.model]
         sizes = {name: model[name] for name, x in vars(self).items() if x is None and name in model}
         return replace(self, **sizes) if sizes else self
@@ -433,8 +433,7 @@ class SETAdam(torch.optim.Optimizer):
         c = (sum v)^2 / (d sum v^2)             1 where all v are equal, 1/d where one dominates
         w = sqrt(c v / (1 - beta2^t) + eps)     below Adam's root, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
-    A tensor is a PyTorch parameter: separate ones for q, k and v would train differently. Compare
-    with AdamW at several rates, since these steps are longer.
+    A tensor is a PyTorch parameter: separate ones for q, k and v would train differently.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -514,10 +513,9 @@ def load_arrays(path):
         fail(f'{path} needs arrays `images` and `labels`: {str(error)[:150]}')
     if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.uint8 or not len(images):
         fail(f'{path}: images must be bytes (N, 3, H, W), not {images.dtype} {images.shape}')
-    if labels.shape != (len(images),) or labels.dtype.kind not in 'biu':
-        fail(f'{path}: labels must be {len(images)} integers, not {labels.dtype} {labels.shape}')
-    if labels.min() < 0:
-        fail(f'{path}: labels must count from 0, and one is {labels.min()}')
+    if labels.shape != (len(images),) or labels.dtype.kind not in 'biu' or labels.min() < 0:
+        fail(f'{path}: labels must be {len(images)} integers from 0 on, not {labels.dtype} '
+             f'{labels.shape}: {np.unique(labels)[:3]} ...')
     return images, labels.astype(np.int64)
 
 def pillow():
@@ -529,65 +527,51 @@ def pillow():
         raise ImportError('photos and --randaugment need `pip install pillow`')
 
 def list_photos(root):
-    """Photos in root/CLASS/* -> paths (N,), names of their classes (N,). Links are followed."""
-    endings = pillow().Image.registered_extensions()
-    paths, names, left_out = [], [], 0
-    for path in sorted(Path(at, name) for at, _, files in os.walk(root, followlinks=True)
-                       if Path(at) != root for name in files):
-        parts = path.relative_to(root).parts  # CLASS, perhaps further folders, file
-        hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
-        if path.suffix.lower() in endings and not hidden:
-            paths.append(str(path))
-            names.append(parts[0])
-        else:
-            left_out += 1
+    """Photos in root/CLASS, at any depth -> paths (N,), names of their classes (N,)."""
+    endings = tuple(pillow().Image.registered_extensions())
+    files = glob.glob('*/**/*.*', root_dir=root, recursive=True)  # follows links; no hidden files
+    photos = sorted(Path(file) for file in files if file.lower().endswith(endings))
+    left_out = len(files) - len(photos)
     if left_out:
-        print(f'note    {root}: left out {left_out} files that are hidden or not photos')
-    return np.array(paths), np.array(names)
+        print(f'note    {root}: left out {left_out} of {len(files)} files, which are not photos')
+    names = [photo.parts[0] for photo in photos]
+    return np.array([str(root / photo) for photo in photos]), np.array(names)
 
-HELD_OUT = 'val', 'valid', 'validation', 'test'  # names of a folder with photos to test
+def load_npz(folder):
+    """train.npz and, if they exist, test.npz and meta.json -> train, test or None, class names."""
+    images, labels = load_arrays(folder / 'train.npz')
+    test, meta = None, folder / 'meta.json'
+    if (folder / 'test.npz').exists():
+        test = load_arrays(folder / 'test.npz')
+    classes = [str(i) for i in range(labels.max() + 1)]
+    if meta.exists():
+        try:
+            classes = list(json.loads(meta.read_text('utf-8-sig'))['classes'])
+        except (ValueError, KeyError, TypeError):
+            fail(f'{meta} must be a JSON object with "classes", a list of names')
+    return (images, labels), test, classes
 
-def load_folder(folder):
-    """A folder of arrays or photos -> train, test or None, names of classes. Arrays are train.npz
-    and, if they exist, test.npz and meta.json; photos are CLASS/*, or train/CLASS/* and, to test,
-    val/CLASS/* or another of HELD_OUT."""
-    test = None
-    if (folder / 'train.npz').exists():
-        train, meta = load_arrays(folder / 'train.npz'), folder / 'meta.json'
-        if (folder / 'test.npz').exists():
-            test = load_arrays(folder / 'test.npz')
-        classes = [str(i) for i in range(train[1].max() + 1)]
-        if meta.exists():
-            try:
-                classes = list(json.loads(meta.read_text('utf-8-sig'))['classes'])
-            except (ValueError, KeyError, TypeError):
-                fail(f'{meta} must be a JSON object with "classes", a list of names')
-        return train, test, classes
+def load_photos(folder):
+    """Photos CLASS/*, or train/CLASS/* and, to test, val/CLASS/* -> as load_npz."""
+    held_out = 'val', 'valid', 'validation', 'test'
     folders = {path.name.lower(): path for path in folder.iterdir() if path.is_dir()}
     root = folders.get('train', folder)
     paths, names = list_photos(root)
     classes, labels = np.unique(names, return_inverse=True)
     # folders that are splits, but by other names than ours, are no classes
-    if len(classes) < 2 or {'training', *HELD_OUT} & {x.lower() for x in classes}:
+    if len(classes) < 2 or {'training', *held_out} & {x.lower() for x in classes}:
         fail(f'{folder} needs train.npz, CLASS/*.jpg, or train/CLASS/*.jpg and val/CLASS/*.jpg')
-    held_out = next((folders[name] for name in HELD_OUT if name in folders), None)
-    if root != folder and held_out:
-        test_paths, test_names = list_photos(held_out)
-        unknown = sorted(set(test_names) - set(classes))
-        if unknown or not len(test_names):
-            fail(f'{held_out} needs the class folders of {root}, but has '
+    train, test = (paths, labels), None
+    found = [folders[name] for name in held_out if name in folders]
+    if root != folder and found:
+        paths, names = list_photos(found[0])
+        unknown = sorted(set(names) - set(classes))
+        if unknown or not len(names):
+            fail(f'{found[0]} needs the class folders of {root}, but has '
                  + (', '.join(unknown[:5]) or 'no photos in any'))
-        test = test_paths, np.searchsorted(classes, test_names)
-        print(f'note    the test set is {held_out}')
-    return (paths, labels), test, classes.tolist()
-
-def checksum(images, labels):
-    """A number that changes with the labels, the names of photos, or a hundred arrays' values."""
-    if images.ndim == 1:
-        content = '\n'.join(map(os.path.basename, images)).encode(errors='replace')
-    else:
-        content = images[::len(images) // 100 + 1].tobytes()
-    return zlib.crc32(labels.tobytes(), zlib.crc32(content))
+        test = paths, np.searchsorted(classes, names)
+        print(f'note    the test set is {found[0]}')
+    return train, test, classes.tolist()
 
 def load_data(c):
     """c.data -> train, val and test, each a pair of images and labels (N,) int64, the names of
@@ -597,7 +581,8 @@ def load_data(c):
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
     elif folder.is_dir():
-        train, test, classes = load_folder(folder)
+        load = load_npz if (folder / 'train.npz').exists() else load_photos
+        train, test, classes = load(folder)
     else:
         fail(f'--data {c.data}: no such folder of photos (CLASS/*.jpg), and no folder {folder}; '
              f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
@@ -616,8 +601,11 @@ def load_data(c):
     missing = [classes[i] for i in np.setdiff1d(range(len(classes)), labels)]
     if missing:
         print(f'note    {len(missing)} of {len(classes)} classes have no images: {missing[0]} ...')
-    facts = dict(classes=classes, train=len(rest), test=len(test[1]),
-                 checksum=checksum(images, labels))
+    known = images[::len(images) // 100 + 1]
+    if images.ndim == 1:  # of photos all names, wherever the folder may be
+        known = [os.path.basename(path) for path in images]
+    checksum = zlib.crc32(labels.tobytes() + np.array(known).tobytes())
+    facts = dict(classes=classes, train=len(rest), test=len(test[1]), checksum=checksum)
     return SimpleNamespace(train=(images[rest], labels[rest]), val=(images[val], labels[val]),
                            test=test, classes=classes, facts=facts, about=c.data)
 
@@ -655,7 +643,7 @@ def read_photo(path, size, rng=None):
     return np.asarray(image).transpose(2, 0, 1)
 
 def eight_bits(greys):
-    """Greys (H, W) from 0 to 1, or of 8, 12, 16 or 32 bits if one is lighter -> uint8."""
+    """Greys (H, W) from 0 to 1, or of 8, 12, 16 or 32 bits, as the lightest needs -> uint8."""
     low, high = greys.min(), greys.max()
     levels = [n for n in (1, 2 ** 8, 2 ** 12, 2 ** 16, 2 ** 31) if high <= n]
     if not levels or not low >= 0:
@@ -667,8 +655,8 @@ def normalise(images, size, c, device='cpu'):
     float32, with a mean near 0 and a standard deviation near 1."""
     if images.ndim == 1:
         images = np.stack(list(THREADS.map(lambda path: read_photo(path, size), images)))
-    if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.uint8:
-        fail(f'images must be bytes (N, 3, H, W), not {images.dtype} {images.shape}')
+    if images.dtype != np.uint8:
+        fail(f'images must be bytes (uint8), not {images.dtype}')
     colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
     mean, std = 255 * colours[:, :, None, None]  # of bytes, (3, 1, 1)
     x = (torch.from_numpy(images).to(device).float() - mean) / std
@@ -740,8 +728,8 @@ def augment(x, rng, c, size=None):
 
 def mix(images, rng):
     """Mix images (B, 3, H, W) with the same batch reversed, by mixup or cutmix (equally likely) ->
-    images, and the share that each keeps of itself. A micro-batch is mixed by itself, as DeiT does
-    on each GPU: two of 32 images have other partners, and two shares, than one of 64."""
+    images, and the share that each keeps of itself. Each micro-batch is mixed by itself, as on each
+    of DeiT's GPUs."""
     other = images.flip(0)
     if rng.random() < 0.5:
         share = rng.beta(0.8, 0.8)
@@ -799,8 +787,8 @@ def get_batch(data, c, step, micro, device):
     (B, 3, size, size), labels (B,), and the share that each image keeps of itself."""
     c = c.sized()
     images, labels = data.train
-    n, per_step = len(labels), c.batch_size * c.grad_accum_steps
-    begin = step * per_step  # in an endless sequence of shuffled epochs
+    n = len(labels)
+    begin = step * c.batch_size * c.grad_accum_steps  # in an endless sequence of shuffled epochs
     rows = range(micro * c.batch_size, (micro + 1) * c.batch_size)  # of this step
     places = [begin + row for row in rows]
     index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
@@ -835,8 +823,9 @@ def loss_and_accuracy(model, images, labels, c, device):
     """Loss in nats per image, and the share of images that the model gets right."""
     loss, correct = 0.0, 0
     for i in range(0, len(labels), c.batch_size):
-        x = normalise(images[i:i + c.batch_size], model.config.image_size, c, device)
-        y = torch.from_numpy(labels[i:i + c.batch_size]).to(device)
+        rows = slice(i, i + c.batch_size)
+        x = normalise(images[rows], model.config.image_size, c, device)
+        y = torch.from_numpy(labels[rows]).to(device)
         logits = model(x).float()  # (B, K)
         loss += F.cross_entropy(logits, y, reduction='sum').item()
         correct += (logits.argmax(1) == y).sum().item()
@@ -844,51 +833,49 @@ def loss_and_accuracy(model, images, labels, c, device):
 
 @torch.no_grad()
 def diagnose(model, images):
-    """Images (B, 3, H, W) -> for each layer, about the class token: figures of its attention, means
-    over the images, and a map (B, h, w) of where it looks: softmax weights on the patches, means
-    over the heads, the largest scaled to 1.
+    """Images (B, 3, H, W) -> figures of attention at the class token, means over the images (0.mh
+    is mh in layer 0), and for each layer a map (B, h, w) of where it looks: softmax weights on the
+    patches, means over the heads, the largest scaled to 1.
 
     mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
     update_out are these norms after W^o (BF claims the inequality there, too, but it can fail);
     cos_mh and cos_update: cosines of those vectors with the input X; alpha is <MH,V> / <V,V>.
     """
-    c, rows, maps = model.config, [], []
+    c, figures, maps = model.config, {}, []
     x, grid = model.embed(images)  # (B, T, C)
-    for block in model.blocks:
+    for i, block in enumerate(model.blocks):
         attn = block.attn
         if type(attn).forward is not Attention.forward:
-            return [], []  # it need not have MH and V
+            return {}, []  # it need not have MH and V
         q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
         update = attn.update(mh, v)
         token = x[:, 0]  # (B, C)
         mh, v, update = [t[:, 0].flatten(1).to(x) for t in (mh, v, update)]  # (B, nh hs), x's dtype
         mh_out, update_out = [(t @ attn.proj.weight.T).to(x) for t in (mh, update)]
-        figures = dict(
+        layer = dict(
             mh=mh.norm(dim=1), update=update.norm(dim=1),
             mh_out=mh_out.norm(dim=1), update_out=update_out.norm(dim=1),
             cos_mh=F.cosine_similarity(mh_out, token),
             cos_update=F.cosine_similarity(update_out, token),
             alpha=(mh * v).sum(1) / (v * v).sum(1).clamp_min(1e-30),
             gamma=torch.as_tensor(attn.gamma))
-        rows.append({name: figure.float().mean().item() for name, figure in figures.items()})
+        for name, values in layer.items():
+            figures[f'{i}.{name}'] = values.float().mean().item()
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
             scores[..., 0] = -math.inf
         p = scores.softmax(-1).mean(1)[:, -math.prod(grid):]  # (B, h w): patches come last
         maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
         x = block(x, grid)
-    return rows, maps
+    return figures, maps
 
 def evaluate(model, data, c, device):
-    """Validation loss and accuracy, and diagnose's figures on 64 images: 0.mh is mh in layer 0."""
+    """Validation loss and accuracy, and diagnose's figures on 64 images."""
     images, labels = data.val
     n = c.eval_rows or len(labels)
     loss, accuracy = loss_and_accuracy(model, images[:n], labels[:n], c, device)
-    figures = dict(val_loss=loss, val_acc=accuracy)
-    layers, _ = diagnose(model, normalise(images[:64], model.config.image_size, c, device))
-    for i, layer in enumerate(layers):
-        figures.update({f'{i}.{name}': x for name, x in layer.items()})
-    return figures
+    figures, _ = diagnose(model, normalise(images[:64], model.config.image_size, c, device))
+    return dict(val_loss=loss, val_acc=accuracy, **figures)
 
 def learning_rate(step, c):
     """The learning rate of a step, counted from 0. [deviation] The papers' repositories change it
@@ -934,7 +921,7 @@ def train(c, folder=None, data=None):
     start, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         start, seconds, log, losses = resume_run(c, model, optimizer, scaler, data)
-    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
+    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train[1]):,} images of '
           f'{len(data.classes)} classes, {len(data.val[1]):,} for validation, '
           f'{len(data.test[1]):,} for testing\n'
@@ -1326,7 +1313,7 @@ def parse(argv=None):
     given = {**PRESETS[preset], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
-            fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
+            fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
         if name in ('data', 'init', 'folder', 'out_dir'):
             given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
     new, resume = action in NEW, given.pop('resume', False)

@@ -88,7 +88,9 @@ NAMED = {
 }
 
 def candidates(text):
-    """--masks, 'window:64+sinks:4', -> masks as all functions take them, [('window', 64), ...]."""
+    """--masks, 'window:64+sinks:4', -> [('window', 64), ('sinks', 4)], which stays as it is."""
+    if type(text) is list:
+        return text
     written_out = '+'.join(NAMED.get(term, term) for term in text.split('+'))
     masks = []
     for term in written_out.split('+'):
@@ -168,7 +170,7 @@ def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j
 
 def dense_attention(q, k, v, masks, log_c=None, reading='renormalised'):
     """The definition, for any masks, in O(T^2). q, k, v (B, nh, T, hs) -> (B, nh, T, hs)."""
-    return attention_weights(q, k, masks, log_c, reading).to(v.dtype) @ v
+    return attention_weights(q, k, candidates(masks), log_c, reading).to(v.dtype) @ v
 
 def blocked_attention(q, k, v, masks, log_c=None, block=0):
     """dense_attention for local masks and the default reading, in O(T window).
@@ -179,7 +181,7 @@ def blocked_attention(q, k, v, masks, log_c=None, block=0):
         queries               q q q
         keys      f     k k k k k k
     """
-    B, nh, T, hs = q.shape
+    masks, (B, nh, T, hs) = candidates(masks), q.shape
     window, first = [min(size, T) for size in window_and_first(masks)]
     b = min(block or max(16, min(window, 128)), T)  # queries in a block: by default, about a window
     n = math.ceil(T / b)  # blocks
@@ -203,7 +205,7 @@ def attn_mask(masks, log_c, T):
     """log W (T, T), for attn_mask of nn.MultiheadAttention: softmax(S + log W) is the default
     reading.  [MA Sec. 1.4]"""
     i = torch.arange(T, device=log_c.device)
-    return log_mixture(masks_at(masks, log_c, i, i), log_c)
+    return log_mixture(masks_at(candidates(masks), log_c, i, i), log_c)
 
 def token_kl(teacher_logits, logits):
     """Logits (B, T, V) -> KL(teacher || student) of each token (B, T), in nats.  [MA Sec. 2.1]"""
@@ -592,8 +594,9 @@ def make_model(c, data, teacher=None):
     if c.init and not c.positions:
         t = (teacher or load_gpt2(c.init, c.n_head)).config
         if size not in (0, t.vocab_size) or t.positions < c.block_size:
-            fail(f'--init {c.init} has {t.vocab_size} tokens, {t.positions} positions; tokenizer '
-                 f'{c.tokenizer} needs {size} tokens, and --block-size {c.block_size} positions')
+            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; '
+                 f'tokenizer {c.tokenizer} needs {size} tokens, and --block-size {c.block_size} '
+                 'as many positions')
         sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
         for name, x in sizes.items():
             if getattr(c, name) not in (x, getattr(Config, name)):  # a default asks for nothing
@@ -1209,7 +1212,7 @@ def parse(argv=None):
     given = {**PRESETS[preset], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
-            fail(f'--{name.replace("_", "-")} {value}: must be from 0 to {2 ** 32 - 1}')
+            fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
         if name in ('data', 'init', 'folder', 'out_dir'):
             given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
     new, resume = action in NEW, given.pop('resume', False)
