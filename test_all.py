@@ -161,11 +161,6 @@ def same(a, b):
     """Two state dicts, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key].cpu(), b[key].cpu()) for key in a)
 
-def has(config, **facts):
-    """Fields of a config are those of a paper."""
-    for name, value in facts.items():
-        assert getattr(config, name) == value, (name, value)
-
 def qkv(*shape, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     draw = lambda: torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -633,9 +628,9 @@ def test_vit_sizes(tmp_path):
     assert dataclasses.replace(small, model='deit-small').variant == 'deit-small-belief'
     scaled = vit_model(attention='softmax-scaled').blocks[0].attn
     assert scaled.config.zero_diag and scaled.gamma == 3, scaled.gamma  # with 1 it is softmax
-    has(vit.Config(**vit.PRESETS['cifar-paper']), max_iters=math.ceil(400 * 45_000 / 512))
-    has(vit.Config(**vit.PRESETS['imagenet-paper']),
-        max_iters=math.ceil(300 * (1_281_167 - 12_812) / 64))
+    for preset, images in ('cifar-paper', 400 * 45_000 / 512), ('imagenet-paper',
+                                                                300 * 1_268_355 / 64):
+        assert vit.PRESETS[preset]['max_iters'] == math.ceil(images), preset
     refuse(vit, ['--num-classes'], '--num-classes', 5)  # the data's, not a setting
 
 def test_vit_initialisation():
@@ -1624,9 +1619,10 @@ def test_detr_paper_preset():
     epoch = 118287 // 32
     rates = [detr.learning_rate(step, c, 0.5) for step in (200 * epoch - 1, 200 * epoch)]
     close(rates, [0.5e-4, 0.5e-5], 1e-12)
-    has(c, max_iters=300 * epoch, batch_size=8, grad_accum_steps=4, grad_clip=0.1,
-        bbox_loss_coef=5, giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6,
-        dec_layers=6, ridge=0, positive=False, centre=False, power=5, random_tokens=32)
+    assert vars(c).items() >= dict(
+        max_iters=300 * epoch, batch_size=8, grad_accum_steps=4, grad_clip=0.1, bbox_loss_coef=5,
+        giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6, dec_layers=6, ridge=0,
+        positive=False, centre=False, power=5, random_tokens=32).items(), c
     c = detr.Config(max_iters=9, warmup_iters=3)
     rates = [detr.learning_rate(step, c) for step in (0, 2, 3, 6, 9)]
     close(rates, np.array([0.25, 0.75, 1, 0.525, 0.05]) / 1000, 1e-9)
@@ -1868,8 +1864,9 @@ def test_mask_what_a_student_trains():
     assert rates(mask.GPT2(c), c) == {(2e-3, 0.3), (2e-3, 0)}, rates(mask.GPT2(c), c)
     close([mask.learning_rate(step, c, 8.0) for step in (0, 2, 3, 6, 9)], [2, 6, 8, 4.4, 0.8], 1e-6)
     c = mask.Config(**mask.PRESETS['report004'])
-    has(c, masks='last5', samples=1000, block_size=512, data='wikitext-2')
+    assert (c.masks, c.samples, c.block_size, c.data) == ('last5', 1000, 512, 'wikitext-2'), c
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
+    assert len(mask.PROMPTS) == 7 and sum(len(text) > 99 for text in mask.PROMPTS) == 3
 
 def test_mask_loss():
     """Mean KL(teacher || student) and L1, by their formulas; logits are float32 under autocast."""
@@ -1886,7 +1883,8 @@ def test_mask_loss():
 
 def test_mask_evaluation():
     """A student that equals its teacher has KL 0 under bfloat16 too; every sequence counts alike,
-    and --eval-rows 0 takes all that lie side by side."""
+    and --eval-rows 0 takes all that lie side by side. The likeliest text is that of a pass over the
+    last 24 tokens, which are the positions."""
     c = mask_config(masks='all', batch_size=3, l1=1.0)
     teacher = fill(mask.GPT2(c)).to(DEVICE)
     data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
@@ -1900,16 +1898,12 @@ def test_mask_evaluation():
         x = torch.cat([x for x, _ in mask.validation(data, c, DEVICE)])
         close(x, np.stack([data.val[s:s + 16] for s in starts]), 0)
         close(val_loss(near, c), mask.token_kl(teacher(x), near(x)).mean(), 1e-6)
-
-def test_mask_likeliest_text():
-    """It is that of a pass over the last 24 tokens, which are the positions."""
     teacher, idx = mask_golden_model()
     for settings in dict(masks='window:4+sinks:2'), dict(masks='last5', reading='unnormalised'):
         model = mask.make_student(teacher, mask_config(**settings))
         out = model.generate(idx[:, :3], 30, temperature=0)
         for t in (3, 23, 24, 25, 32):
             close(model(out[:, max(0, t - 24):t])[:, -1].argmax(-1), out[:, t], 0)
-    assert len(mask.PROMPTS) == 7 and sum(len(text) > 99 for text in mask.PROMPTS) == 3
 
 def mask_figures(model, x, y):
     """The report's criteria once more, in the plainest way."""
@@ -2470,16 +2464,17 @@ def test_training_by_hand(tmp_path):
 
 def test_resume_bit_for_bit(tmp_path):
     """Stopped between two evaluations, then resumed as the last line says: weights, log and best
-    weights and, in float16, the scale of the loss are those of a run that was not stopped. It has
-    lost no step but, perhaps, the first to an overflow."""
+    weights and, in float16, the scale of the loss are those of a run that was not stopped, which
+    has drawn its pictures. It has lost no step but, perhaps, the first to an overflow."""
     for script, dtype in [*((script, 'float16') for script in SCRIPTS), (gpt, 'float32')]:
         flags = short_run(script, tmp_path, '--grad-accum-steps', 2, *CPU, '--dtype', dtype)
         flags += ['--dropout', '0.1'] * (script is not mask)
-        whole = done(script, *flags)
+        whole = run(script, *flags, report=contextlib.nullcontext).result
+        sizes = {file.name: file.stat().st_size for file in whole['folder'].glob('*.png')}
+        assert 'curves.png' in sizes and len(sizes) > 1 and min(sizes.values()) > 5000, sizes
         with interrupted(script, 5):
             end = run(script, *flags)
-        assert end.code == 130, (script.SCRIPT, end.err)
-        assert 'from step 3' in end.out.splitlines()[-1], end.out
+        assert end.code == 130 and 'from step 3' in end.out.splitlines()[-1], (end.out, end.err)
         words = shlex.split(end.out.splitlines()[-1].partition('.py ')[2])
         end = run(script, *words, *CPU)
         assert end.code == 0 and 'from step 3' in end.out, (script.SCRIPT, end.err)
@@ -2568,13 +2563,6 @@ def test_float16_starts_with_gradients():
     scaler.scale(loss / (c.batch_size * c.block_size * c.grad_accum_steps)).backward()
     zeros = (logits.grad == 0).float().mean().item()
     assert zeros < 0.01, zeros
-
-def test_whole_reports(tmp_path):
-    """Of every script, with pictures."""
-    for script in SCRIPTS:
-        end = run(script, *short_run(script, tmp_path), report=contextlib.nullcontext)
-        sizes = {file.name: file.stat().st_size for file in end.result['folder'].glob('*.png')}
-        assert 'curves.png' in sizes and len(sizes) > 1 and min(sizes.values()) > 5000, sizes
 
 def test_not_finite(tmp_path):
     """A loss or gradient that is not finite stops in that step with one line, and the checkpoint is
@@ -2920,33 +2908,32 @@ def test_bench_times_the_forward_pass(tmp_path):
 def test_compare_draws(tmp_path):
     """Both figures of every case over steps and over seconds are those of the logs: a mean and a
     range over the seeds; the baseline is black. The last line is the picture's name."""
-    drawn = []
-    flags = ['attentionx_gpt', *tiny(gpt, tmp_path), '--seeds', '0,1', '--csv', tmp_path / 'a.csv',
-             '--sweep', 'attention=belief,softmax']
-    end = run(compare, *flags, report=contextlib.nullcontext)
+    file, drawn = tmp_path / 'a.csv', []
+    end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--seeds', '0,1', '--csv', file,
+              '--sweep', 'attention=belief,softmax', report=contextlib.nullcontext)
     assert end.out.splitlines()[-1] == str(tmp_path / 'a.png')
     assert (tmp_path / 'a.png').stat().st_size > 20000
-    again = ['attentionx_gpt', '--from-csv', tmp_path / 'a.csv']
-    with patch('matplotlib.axes.Axes.plot', lambda ax, x, y, *_, color, label, **__:
-               drawn.append((x, y, color, label))), \
-            patch('matplotlib.axes.Axes.fill_between', lambda ax, x, low, high, **__:
-                  drawn.append((low, high))):
-        assert run(compare, *again).out.splitlines()[-1] == str(tmp_path / 'a.png')
-    rows = compare.read_rows(tmp_path / 'a.csv')
-    logs = {row['case']: [] for row in rows}
-    for row in rows:
+    def plot(ax, x, y, *_, color, label, **__):
+        drawn.append((x, y, color, label))
+    def fill_between(ax, x, low, high, **_):
+        drawn.append((low, high))
+    with patch.multiple('matplotlib.axes.Axes', plot=plot, fill_between=fill_between):
+        again = run(compare, 'attentionx_gpt', '--from-csv', file)
+    assert again.out.splitlines()[-1] == str(tmp_path / 'a.png')
+    logs = {'softmax': [], 'belief': []}
+    for row in compare.read_rows(file):
         logs[row['case']].append(compare.read_rows(tmp_path / f'a.logs/{row["log"]}/log.csv')[1:])
-    curves = itertools.product(('loss', 'val_loss'), ('step', 'seconds'), ('softmax', 'belief'))
+    curves = itertools.product(('loss', 'val_loss'), ('step', 'seconds'), logs)
     for (figure, x, case), line, band in zip(curves, drawn[::2], drawn[1::2], strict=True):
-        (across, mean, colour, label), (low, high) = line, band
-        first, second = logs[case]
+        across, mean, colour, label = line
         assert (label, colour == '#000000') == (compare.VARIANTS[case][0], case == 'softmax')
-        close(across, [(a[x] + b[x]) / 2 for a, b in zip(first, second)], 1e-6)
-        close(mean, [(a[figure] + b[figure]) / 2 for a, b in zip(first, second)], 1e-6)
-        close(low, [min(a[figure], b[figure]) for a, b in zip(first, second)], 1e-6)
-        close(high, [max(a[figure], b[figure]) for a, b in zip(first, second)], 1e-6)
+        rows = [*zip(*logs[case])]  # of both seeds, step by step
+        close(across, [(a[x] + b[x]) / 2 for a, b in rows], 1e-6)
+        close(mean, [(a[figure] + b[figure]) / 2 for a, b in rows], 1e-6)
+        for edge, of in zip(band, (min, max)):
+            close(edge, [of(a[figure], b[figure]) for a, b in rows], 1e-6)
     shutil.rmtree(tmp_path / 'a.logs')
-    assert '.png' not in run(compare, *again).out
+    assert '.png' not in run(compare, 'attentionx_gpt', '--from-csv', file).out
 
 @wants('scipy')
 def test_compare_with_a_file(tmp_path):
@@ -2982,15 +2969,11 @@ def test_memory_by_length(tmp_path):
     last = next(line for line in out.getvalue().splitlines() if line.startswith('   512'))
     assert last.split()[1:7] == [f'{row[field]:,.1f}' for field in ('mib', 'ms')
                                  for row in rows[-3:]], last
-    picture = save.call_args[0][0].axes
     for i, kind in enumerate(('eager', 'fused', 'masks')):
-        own = rows[i::3]
-        growth = own[-1]['mib'] / own[-2]['mib']
-        assert {row['case'] for row in own} == {kind}
+        growth = rows[i - 3]['mib'] / rows[i - 6]['mib']
         assert abs(growth - (4 if kind == 'eager' else 2)) < 0.3, (kind, growth)
-        for ax, field in zip(picture, ('ms', 'mib'), strict=True):
-            assert list(ax.lines[i].get_ydata()) == [row[field] for row in own], (kind, field)
-            assert ax.get_xscale() == ax.get_yscale() == 'log'
+        for ax, field in zip(save.call_args[0][0].axes, ('ms', 'mib'), strict=True):
+            assert list(ax.lines[i].get_ydata()) == [row[field] for row in rows[i::3]], kind
     eager, fused, blocks = [mib['training step'] for mib in found.values()]
     assert 8 < eager < 32 and max(fused, blocks) < 0.5 * eager, (eager, fused, blocks)
 
@@ -2999,30 +2982,25 @@ def main(words):
     if '--device' in words:  # read above
         at = words.index('--device')
         words = words[:at] + words[at + 2:]
-    found = dict(ok=[], FAIL=[], skip=[])
-    for name in [name for name in globals() if name.startswith('test_')]:
-        if words and not any(word in name for word in words):
+    found = dict(ok=0, FAIL=0, skip=0)
+    for name, test in [*globals().items()]:
+        if not name.startswith('test_') or words and not any(word in name for word in words):
             continue
-        clock, how, test = time.perf_counter(), 'ok', globals()[name]
+        clock, how = time.perf_counter(), 'ok'
         try:
-            if 'tmp_path' in inspect.signature(test).parameters:  # as in pytest
-                with tempfile.TemporaryDirectory() as path:
-                    test(pathlib.Path(path))
-            else:
-                test()
+            with tempfile.TemporaryDirectory() as path:  # as in pytest
+                takes_one = 'tmp_path' in inspect.signature(test).parameters
+                test(*[pathlib.Path(path)] * takes_one)
         except unittest.SkipTest as reason:
             how = 'skip'
             print(reason)
         except (Exception, SystemExit):
             how = 'FAIL'
             traceback.print_exc()
-        found[how].append(name)
+        found[how] += 1
         print(f'{how:6}{name} ({time.perf_counter() - clock:.1f} s)', flush=True)
-    for name in found['FAIL']:
-        print(f'failed: {name}')
-    passed, failed, skipped = [len(own) for own in found.values()]
-    print(f'{passed} passed, {failed} failed, {skipped} skipped')
-    return failed > 0
+    print('{ok} passed, {FAIL} failed, {skip} skipped'.format(**found))
+    return found['FAIL'] > 0
 
 if __name__ == '__main__':
     sys.exit(main(sys.argv[1:]))
