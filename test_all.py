@@ -71,8 +71,6 @@ CPU = '--device', 'cpu'  # for what only a CPU promises: the same to the last bi
 QUIET = contextlib.redirect_stdout(io.StringIO())
 SCRIPTS = [gpt, vit, detr, mask]
 TEXT = 'the quick brown fox jumps over the lazy dog; ' * 60
-SHORT = ['--max-iters', 6, '--eval-interval', 3, '--log-interval', 1, '--warmup-iters', 2,
-         '--batch-size', 4, '--device', DEVICE, '--dtype', 'float32', '--threads', 1]
 SMALL_GPT = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 SMALL_VIT = dict(image_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2, head_size=6,
                  mlp_dim=10)
@@ -88,7 +86,9 @@ SMALL = {  # settings of a run that takes a second
 # ------------------------------------ helpers ------------------------------------
 def tiny(script, path, *more):
     """Flags of a run of a second, in path / 'out', on a small text or on small images."""
-    flags = [*SHORT, '--out-dir', path / 'out']
+    flags = ['--max-iters', 6, '--eval-interval', 3, '--log-interval', 1, '--warmup-iters', 2,
+             '--batch-size', 4, '--device', DEVICE, '--dtype', 'float32', '--threads', 1,
+             '--out-dir', path / 'out']
     for name, value in SMALL[script].items():
         flags += ['--' + name, value]
     if script is vit:
@@ -205,12 +205,6 @@ def gpt_model(dtype=torch.float64, device=DEVICE, **settings):
 def gpt_ids(B, T, V=40):
     return (torch.arange(B * T, device=DEVICE) * 7919 % V).view(B, T)
 
-def gpt_method(name, q, k, v, gamma=1.0, zero_diag=False, script=gpt):
-    """A variant on q, k, v (B, nh, T, hs) -> (parts, B, T, nh, hs): belief-star has two parts."""
-    mh = script.multi_head(q, k, v, zero_diag)
-    out = script.ATTENTION[name](mh, v.transpose(1, 2), gamma)
-    return torch.stack(out if type(out) is tuple else [out])
-
 def gpt_weights(q, k, zero_diag=False, script=gpt):
     """softmax(QK^T / sqrt(hs)) written out -> (B, nh, T, T); only the GPT's is causal."""
     e = torch.exp(q @ k.mT / q.size(3) ** 0.5)
@@ -249,7 +243,9 @@ def test_gpt_vit_formulas():
         gamma = 0.3 if name == 'attentionx-v1' else 1.7
         if name == 'attentionx-learned':  # one for each head
             gamma = torch.tensor([[1.7], [2.9], [1.2]], dtype=torch.float64, device=DEVICE)
-        method = lambda q, k, v: gpt_method(name, q, k, v, gamma, zero_diag, script)
+        def method(q, k, v):
+            mh = script.multi_head(q, k, v, zero_diag)
+            return script.ATTENTION[name](mh, v.transpose(1, 2), gamma)
         inputs = [x.requires_grad_() for x in qkv(1, 3, 2, 2)]
         assert torch.autograd.gradcheck(method, inputs), (script.SCRIPT, name)
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.float16, 4e-3)):
@@ -261,7 +257,7 @@ def test_gpt_vit_formulas():
             got.sum().backward()
             assert got.dtype == dtype or torch.is_tensor(gamma), (script.SCRIPT, name, got.dtype)
             assert v.grad.isfinite().all(), (script.SCRIPT, name, dtype)
-            want = gpt_slow(name, q.double(), k.double(), v.double(), gamma, zero_diag, script)
+            want, = gpt_slow(name, q.double(), k.double(), v.double(), gamma, zero_diag, script)
             size = want.abs().max()
             close(got.double() / size, want / size, tolerance)
 
@@ -281,11 +277,10 @@ def test_pdmm():
     close(x[-1], a.mean(), 1e-6)
     for k in range(1, 20):  # Eq. 4
         close(lam[k + 1], lam[k - 1] + rho * (residual(k - 1, k) + residual(k + 1, k)), 1e-6)
-    ms = range(1, 5)  # Eq. 5, whose second sum is printed with i and j swapped
-    total = sum(residual(2 * m - 2, 2 * m - 1) + residual(2 * m, 2 * m - 1) for m in ms)
-    swapped = sum(residual(2 * m - 2, 2 * m - 1) + residual(2 * m - 1, 2 * m) for m in ms)
-    close(lam[8], rho * total, 1e-6)
-    assert np.abs(lam[8] - rho * swapped).max() > 0.01
+    ones, twos = [[residual(2 * m + d, 2 * m - 1) for m in range(1, 5)] for d in (-2, 0)]
+    swapped = [residual(2 * m - 1, 2 * m) for m in range(1, 5)]  # as Eq. 5 is printed
+    close(lam[8], rho * sum(ones + twos), 1e-6)
+    assert np.abs(lam[8] - rho * sum(ones + swapped)).max() > 0.01
 
 def test_gamma():
     """The papers' choice. A learned one starts there in each head, learns, and does not decay."""
@@ -1022,19 +1017,18 @@ def tokens(*sizes, d=32, dtype=torch.float64):
 def no_padding(k):
     return k.new_zeros(len(k), k.size(2), dtype=torch.bool)
 
-def slow_lasso(q, k, penalty, e, positive, skip):
-    """The elastic net of one query: each coordinate in turn moves to its own best."""
-    x = np.zeros(len(k))
-    for _ in range(200):
-        for j in range(len(k)):
+def test_detr_lasso_ends_at_the_minimum():
+    """With every option ADMM finds what coordinate descent finds."""
+    def slow_lasso(q, k, penalty, e, positive, skip):
+        """The elastic net of one query: each coordinate in turn moves to its own best."""
+        x = np.zeros(len(k))
+        for _, j in itertools.product(range(200), range(len(k))):
             if j != skip and k[j].any():
                 rest = k[j] @ (q - x @ k + x[j] * k[j])
                 size = rest if positive else abs(rest)
                 x[j] = np.sign(rest) * max(size - penalty / 2, 0) / (k[j] @ k[j] + e)
-    return x
+        return x
 
-def test_detr_lasso_ends_at_the_minimum():
-    """With every option ADMM finds what coordinate descent finds."""
     for options, is_self in itertools.product(OPTIONS, (False, True)):
         q, k = tokens(3, 7, d=5)
         k[:, :, -1] = 0
@@ -1462,11 +1456,9 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
     for words, check, changes in (
             ('annotation 2: category_id 4', '', dict(categories=categories[:1])),
             ('category id -1', '', dict(categories=[dict(id=-1, name='no')])),
-            ("category id 'cat'", '', dict(categories=[dict(id='cat', name='no')])),
             ('fractions', 'fractions', dict(annotations=tiny_boxes)),
             ('corners', '', dict(annotations=12 * [dict(one, bbox=[9, 9, 39, 29])])),
             ('b.png width [0, 30]', '', dict(images=[dict(image, width=0), other])),
-            ("b.png width ['40', 30]", '', dict(images=[dict(image, width='40'), other])),
             ('images same', '', dict(images=[image, dict(other, id='8')])),
             ('categories same', 'same id', dict(categories=[*categories, dict(id=4, name='cow')])),
             ('has no c.png', 'c.png', dict(images=[image, dict(other, file_name='c.png')])),
@@ -1641,7 +1633,6 @@ def test_detr_paper_preset():
 
 # ------------------------------------ mask_distill.py ------------------------------------
 DENSE, BLOCKED = mask.dense_attention, mask.blocked_attention
-LATER = dict(later=lambda i, j, n, far: (j % n == 0) & (j > 0))  # a kind of mask of your own
 
 def mask_config(**settings):
     return mask.Config(**{**SMALL_GPT, 'vocab_size': 40, 'masks': 'window:4', **settings})
@@ -1672,7 +1663,7 @@ def mask_slowly(reading, q, k, v, M, coef):
              separate=sum(c_k * normal(m * e) for c_k, m in zip(coef, M)))
     return p[reading] @ v
 
-@patch.dict(mask.KINDS, LATER)
+@patch.dict(mask.KINDS, later=lambda i, j, n, far: (j % n == 0) & (j > 0))
 def test_mask_readings_by_their_formulas():
     """Also with a kind of mask of your own, and in blocks; a token that no mask lets see any sees
     itself, and gradients are finite, and right."""
@@ -2414,11 +2405,6 @@ def short_run(script, path, *more):
     """Flags of tiny and, for mask_distill.py, a teacher, so that no run has to train one."""
     return tiny(script, path, *(('--init', mask_teacher(path)) if script is mask else ()), *more)
 
-def start(script, *flags):
-    """Start a command in a process of its own."""
-    return subprocess.Popen([sys.executable, script.__file__, *map(str, flags)], text=True,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
 def checkpoint(script, out):
     """That of the only run in a folder."""
     found, = out.glob(f'{script.SCRIPT}/*/ckpt.pt')
@@ -2599,7 +2585,8 @@ def test_killed(tmp_path):
     """SIGKILL at any moment, then --resume: the weights of a run that nobody disturbed."""
     flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 200, '--eval-interval', 20)
     out = tmp_path / 'part'
-    part = start(gpt, *flags, '--out-dir', out)
+    part = subprocess.Popen([sys.executable, gpt.__file__, *flags, '--out-dir', str(out)],
+                            stdout=subprocess.DEVNULL)
     while not list(out.glob('*/*/ckpt.pt')):
         assert part.poll() is None
         time.sleep(0.01)
