@@ -743,19 +743,16 @@ def test_vit_batches(tmp_path):
     parts = [[x.tobytes() for x in part[0]] for part in (data.train, data.val, data.test)]
     assert [len(part) for part in parts] == [36, 12, 12] and len(set(sum(parts, []))) == 60
 
-def test_vit_normalise():
-    """Colours are CIFAR-100's or ImageNet's; smaller images are not every fourth column."""
+def test_vit_evaluation(tmp_path):
+    """Loss and accuracy by hand, in batches that differ in size, and those of a linear model.
+    Colours are CIFAR-100's or ImageNet's; smaller images are not every fourth column."""
     black = vit.normalise(np.zeros((1, 3, 1, 1), np.uint8), 1, vit.Config(data='data/cifar100'))
     close(black.flatten(), [-1.8957, -1.8974, -1.5965], 1e-3)
     stripes = np.zeros((1, 3, 16, 16), np.uint8)
     stripes[..., ::4] = 255
-    red = vit.normalise(stripes, 4, vit.Config())[:, 0] * 0.229 + 0.485
-    close(red, torch.full((1, 4, 4), 0.25), 0.1)
-    with unittest.TestCase().assertRaises(SystemExit):
+    close(vit.normalise(stripes, 4, vit.Config())[:, 0] * 0.229 + 0.485, 0.25, 0.1)
+    with unittest.TestCase().assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         vit.normalise(np.zeros((2, 3, 8, 8)), 8, vit.Config())
-
-def test_vit_evaluation(tmp_path):
-    """Loss and accuracy by hand, in batches that differ in size, and those of a linear model."""
     c = vit.Config(**SMALL_VIT, data=vit_data(tmp_path / 'data'), batch_size=7, eval_rows=12,
                    val_fraction=0.3)
     data = vit.load_data(c)
@@ -849,15 +846,23 @@ def test_vit_arrays(tmp_path):
 
 def test_vit_photos(tmp_path):
     """Folders of photos train and predict; val, valid or test is the test set, and its classes are
-    those of train; links are followed; hidden files are passed over, others counted."""
+    those of train; links are followed; hidden files are passed over, others counted, and
+    prepare_data.py check lists them."""
     root, flags = tmp_path / 'photos', tiny(vit, tmp_path, '--data', tmp_path / 'photos')
-    vit_photos(root / 'train', blue=12, red=4, green=0)
+    vit_photos(root / 'train', blue=12, red=4)
     vit_photos(tmp_path / 'more', red=9)
     (root / 'train/red/more').symlink_to(tmp_path / 'more/red')
     vit_photos(root / 'test', red=5, blue=1)
+    checked(root)
+    vit_photos(root / 'train', green=0)
     for name in ('.ipynb_checkpoints/0.jpg', '__MACOSX/red/._0.jpg', 'red/._0.jpg', 'red/a.txt'):
         (root / 'train' / name).parent.mkdir(parents=True, exist_ok=True)
         (root / 'train' / name).write_bytes(b'no photo')
+    told = run(prepare_data, 'check', root).out.splitlines()
+    for line, words in zip(told, ('checkpoints/0.jpg: hidden', '._0.jpg: hidden', '._0.jpg: hidden',
+                                  'red/a.txt', 'train/green: a class without',
+                                  'test/green: a class without'), strict=True):
+        assert words in line, told
     end = run(vit, *flags, '--val-fraction', 0.25, '--max-iters', 30)
     for words in ('left out 1 of 26 files', 'commonest class 83.3 %',
                   '19 images of 2 classes, 6 for validation, 6 for testing'):
@@ -881,6 +886,7 @@ def test_vit_photos(tmp_path):
     refuse(vit, [str(root / 'val'), 'no photos'], *flags)
     vit_photos(root / 'val', yellow=2)
     refuse(vit, [str(root / 'val'), 'yellow'], *flags)
+    assert 'val/yellow: train has no' in run(prepare_data, 'check', root).out
 
 def test_vit_read_photo(tmp_path):
     """The crop by hand; forms of one photo are read alike; a damaged one is named."""
@@ -2127,7 +2133,6 @@ def test_prep_archives(tmp_path):
               'imagenette2-160/val/n03888257/1.JPEG': b'a parachute'}
     jpegs = {f'val2017/{i:012d}.jpg': b'x' * i for i in range(3)}
     boxes = {'annotations/instances_val2017.json': b'{}'}
-    wiki = {'wikitext-2-raw/wiki.train.raw': b'a b', 'wikitext-2-raw/wiki.valid.raw': b'ab'}
     pages = {f'{i}.txt': b'\n %d\n\n\n\nb ' % i for i in range(2001)}
     packed = {'owt/1.xz': lzma.compress(archive('w:', pages), preset=0)}
     texts = [b'%d\n\nb\n\n' % i for i in range(2001)]  # every 2000th is to validate on
@@ -2138,8 +2143,6 @@ def test_prep_archives(tmp_path):
              {'train/tench/1.JPEG': b'a tench', 'val/parachute/1.JPEG': b'a parachute'}),
             ('coco', 'zip', {'val2017.zip': jpegs, 'annotations_trainval2017.zip': boxes},
              jpegs | boxes),
-            ('wikitext-2', 'zip', {'wikitext-2-raw-v1.zip': wiki},
-             {'train.bin': uint16(b'a b'), 'val.bin': uint16(b'ab')}),
             ('openwebtext', 'w:', {'urlsf_subset00.tar': packed},
              {'train.bin': uint16(b''.join(texts[1:-1])),
               'val.bin': uint16(texts[0] + texts[-1])})]:
@@ -2152,29 +2155,6 @@ def test_prep_archives(tmp_path):
         found = contents(path / 'data' / name)
         assert b'"verified": false' in found.pop('meta.json') and found == want, name
         assert {p.name for p in path.iterdir()} == {*raw, 'data'}
-
-def test_prep_check_photos(tmp_path):
-    """In a clean folder nothing is wrong; in others every fault is listed, in this order."""
-    def save(*names, kind='RGB'):
-        for name in names:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            Image.new(kind, (8, 6)).save(tmp_path / name)
-    save('one/a/1.png')
-    checked(tmp_path / 'one', '1 class folders')
-    shutil.rmtree(tmp_path / 'one')
-    save('train/a/1.png', 'train/b/1.png', 'val/a/1.png', 'val/b/1.png')
-    save('train/a/3.png', kind='I;16')  # read like any other
-    checked(tmp_path)
-    save('train/a/._1.png', 'train/2.png', 'val/c/1.png', 'train/__MACOSX/1.png')
-    save('train/a/4.tif', kind='F')
-    (tmp_path / 'train/a/1.heic').touch()
-    (tmp_path / 'train/d').mkdir()
-    faults = run(prepare_data, 'check', tmp_path).out.splitlines()
-    for line, words in zip(faults, (
-            'train/2.png', '__MACOSX/1.png: hidden', 'a/._1.png: hidden', '1.heic',
-            'train/d: a class without', 'val/c: train has no', 'val/d: a class without',
-            'a/4.tif: real'), strict=True):
-        assert line.startswith(str(tmp_path)) and words in line, (line, words)
 
 # -------------------------------- what all four scripts share --------------------------------
 def source(script):
@@ -2210,12 +2190,13 @@ def test_commands_in_the_texts():
                 new = dict.fromkeys(scripts[name].ACTIONS, {})  # so that none looks for a run
                 with patch.object(scripts[name], 'NEW', new):
                     scripts[name].parse(words)
-                seen += 1
             # --with names a file of your own
             elif name == 'experiments/compare' and not {'--from-csv', '--with'} & {*words}:
                 o, rest = compare.parse(words)
                 compare.cases_of(scripts[o.script], rest, o.table, o.sweep)
-                seen += 1
+            else:
+                continue
+        seen += 1
     assert seen > 40, seen
 
 @wants('scipy')
@@ -2314,18 +2295,19 @@ def test_configs():
     for preset in 'owt-124m', 'belief-124m':
         assert gpt.Config(**gpt.PRESETS[preset]).grad_accum_steps % 8 == 0, preset
 
-def pasted(script):
-    """The module of a script that has no file."""
-    module = types.ModuleType('cell')
-    with patch.dict(sys.modules, cell=module):
-        exec(source(script), module.__dict__)
-    return module
-
 def test_pasted_into_a_notebook(tmp_path):
-    """Where there is no file, a script trains."""
-    for script in SCRIPTS:
-        flags = short_run(script, tmp_path, '--max-iters', 2)
-        assert done(pasted(script), *flags)['step'] == 2, script.SCRIPT
+    """Where there is no file, a script trains. torchrun's variables, not all of them or empty,
+    change nothing."""
+    left = (dict(WORLD_SIZE='2'), dict(RANK='1'), dict(WORLD_SIZE='2', RANK='1'),
+            dict(WORLD_SIZE='', RANK=''), dict(WORLD_SIZE='1', RANK='3', LOCAL_RANK='3',
+                                               MASTER_ADDR='127.0.0.1', MASTER_PORT='1'))
+    for script, variables in itertools.product(SCRIPTS, left):
+        module = types.ModuleType('cell')
+        with patch.dict(sys.modules, cell=module), patch.dict(os.environ, variables):
+            exec(source(script), module.__dict__)
+        assert (module.WORLD, module.RANK) == (1, 0), (script.SCRIPT, variables)
+        if variables == left[0]:
+            assert done(module, *short_run(script, tmp_path, '--max-iters', 2))['step'] == 2
 
 @wants('nbclient', 'ipykernel')
 def test_notebook(tmp_path):
@@ -2638,16 +2620,6 @@ def test_two_processes(tmp_path):
             assert abs(a['loss'] - b['loss']) < 1e-4 * (0.01 + b['loss']), (a, b)
         for name, p in got['model'].items():  # Adam makes steps of rounding, too
             close(p, want['model'][name], 1e-3)
-
-def test_what_a_launcher_leaves_behind():
-    """torchrun's variables, not all of them or empty, change nothing."""
-    for script, left in itertools.product(SCRIPTS, (
-            dict(WORLD_SIZE='2'), dict(RANK='1'), dict(WORLD_SIZE='2', RANK='1'),
-            dict(WORLD_SIZE='', RANK=''), dict(WORLD_SIZE='1', RANK='3', LOCAL_RANK='3',
-                                               MASTER_ADDR='127.0.0.1', MASTER_PORT='1'))):
-        with patch.dict(os.environ, left):
-            module = pasted(script)
-        assert (module.WORLD, module.RANK) == (1, 0), (script.SCRIPT, left)
 
 VARIANTS = {  # settings of every variant of each script
     gpt: [dict(attention=name, arch=arch, zero_diag=arch == 'rotary', n_layer=1)
