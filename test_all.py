@@ -835,6 +835,8 @@ def test_vit_arrays(tmp_path):
     np.savez(train, images=x, labels=y % 2)  # test.npz has the label 2
     refuse(vit, ['label 2', '2 classes'], *flags)
     checked(data, 'test.npz: label 2 of image 2')
+    np.savez(train, images=x, labels=y // 2 * 2)
+    checked(data, 'class 1 (1) has no')
     np.savez(train, images=x[:0], labels=y[:0])
     refuse(vit, ['train.npz', '(0, 3, 8, 8)'], *flags)
     (data / 'meta.json').write_text('{"classes": ["red", "green"]}')
@@ -1500,6 +1502,7 @@ def test_detr_photos(tmp_path):
     images = [dict(image, file_name=f'train2017\\{image["file_name"]}')  # some tools' names
               for image in COCO['images']]
     annotate(tmp_path, 'train2017', images=images)
+    checked(tmp_path)
     with QUIET:
         train = detr.load_data(detr_config(data=str(tmp_path), image_size=50)).train
     sizes, flips = set(), 0
@@ -1518,6 +1521,10 @@ def test_detr_photos(tmp_path):
     path, exif = tmp_path / 'photo.png', Image.Exif()
     exif[0x0112] = 6  # the camera was held upright
     photo.save(path, exif=exif)
+    shutil.copy(path, tmp_path / 'val2017/b.png')
+    wide, tall = COCO['images']
+    annotate(tmp_path, 'val2017', images=[dict(wide, width=30, height=40), tall])
+    checked(tmp_path)
     upright = np.rot90(flat, -1)
     for size, want in (None, upright), ((40, 30), flat), ((30, 40), upright):
         assert np.array_equal(detr.read_photo(path, size), want), size
