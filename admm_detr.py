@@ -6,11 +6,11 @@
 
 DETR asks a fixed set of learned queries what is in an image. Softmax attention mixes the values V
 of the image's tokens with the coefficients softmax(q K^T) of a query q. Here the coefficients x
-rebuild the query from the tokens' keys, x^T K = q as nearly as possible, with a penalty that makes
-many of them zero: min ||q - x^T K||^2 + lambda ||x||_1, a Lasso. The layer returns x^T V and needs
-no weight matrices. The equations printed in the paper do not solve this problem. Textbook ADMM
-does, by ridge regression and shrinkage in turn: it converges, is differentiable and costs O(N) per
-query for N tokens, with one d x d Cholesky factor per head.
+rebuild the query from the tokens' keys, and a penalty makes many of them zero: a Lasso,
+min ||q - x^T K||^2 + lambda ||x||_1. The layer returns x^T V and needs no weight matrices. The
+equations printed in the paper do not solve this problem. Textbook ADMM does, by ridge regression
+and shrinkage in turn: it converges, is differentiable and costs O(N) per query for N tokens, with
+one d x d Cholesky factor per head.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
          Research), Optimizing Attention; what it calls V is K here
@@ -38,9 +38,9 @@ query for N tokens, with one d x d Cholesky factor per head.
 Expected of the first run: AP 0.695, AP50 0.942 on 200 drawings (2000 steps, one CPU thread, one
 seed). Over 12 seeds its mean AP is 0.619, softmax's 0.696. [choice] By default the problem is
 easier than (2): it has a ridge term, x >= 0 and centred tokens, and x^3 replaces x^5. Four
-iterations solve it, and in the trained model half of the coefficients are zero. After 15 iterations
-on OA's own problem (2) (`OA` below), x is still 30 % from the optimum, and its gradient is not the
-Lasso's: their cosine is about 0.4. By default it is 1.000.
+iterations solve it, and half of a trained model's coefficients are zero. On OA's own problem (2)
+(`OA` below), x is still 30 % from the optimum after 15 iterations, and the gradient points
+elsewhere: its cosine with the Lasso's is about 0.4 (by default 1.000).
 
 [choice] x rebuilds a query from DETR's keys, which hold positions, and mixes DETR's values, which
 do not. Solved over the values (--solve-over value), x nearly gives back the query. There is no
@@ -87,8 +87,8 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ the paper's method ------------------------------------
-# A query q gets coefficients x, one per token, and outputs x^T V. Shapes: q (B, nh, Q, hs), tokens
-# k and v (B, nh, N, hs), x (B, nh, Q, N). With is_self, queries and tokens are the same sequence.
+# A query q gets coefficients x, one per token, and outputs x^T V. Shapes: q (B, nh, Q, hs), k and v
+# (B, nh, N, hs), x (B, nh, Q, N). With is_self, queries and tokens are the same sequence.
 def without_self(x, is_self):
     """x (..., Q, N); with is_self, zero where a query meets itself.  [OA Sec. 3]"""
     if not is_self:
@@ -119,16 +119,16 @@ def lasso(q, k, c, is_self=False, vanilla=False, relax=1.6):
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
     -> x (B, nh, Q, N), >= 0 if c.positive. Tokens that are zero get 0; with is_self, so does the
-    query itself. [deviation] OA zeroes that entry of x; we zero it in z, so that (3b) obeys the
-    constraint x_ii = 0 and ADMM still converges. [choice] OA does not over-relax, so its `relax` is
-    1. `vanilla` takes the N x N inverse, which gives the same x up to rounding.  [OA Eq. 3]
+    query itself. [deviation] OA zeroes that entry in x; we zero it in z, where (3b) keeps the
+    constraint x_ii = 0, so that ADMM still converges. [choice] relax: with 1, ADMM is OA's, not
+    over-relaxed. `vanilla` takes the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
     lam, step, penalty = scales(q, k, c, is_self)  # lambda, rho, e
     threshold = lam / (2 * step)  # (B, nh, Q, 1)
     if vanilla:
         inverse, products = vanilla_inverse(k, step), q @ k.mT
         regress = lambda w: (products + step * w) @ inverse
-    else:  # K q + rho w = (K K^T + rho I) w + K (q - K^T w), so the inverse leaves w + (q - w K) P
+    else:  # the same, as q K^T + rho w = w (K K^T + rho I) + (q - w K) K^T
         P = ridge_matrix(k, step)
         regress = lambda w: w + (q - w @ k) @ P
 
@@ -157,7 +157,7 @@ def scales(q, k, c, is_self=False):
     return lam, c.rho * mean, c.ridge * mean
 
 def mean_eigenvalue(k):
-    """That of K^T K, its trace / hs  (B, nh, 1, 1)."""
+    """trace(K^T K) / hs  (B, nh, 1, 1)."""
     return (k.square().sum((-2, -1), keepdim=True) / k.size(-1)).clamp_min(1e-8)
 
 @torch.compiler.assume_constant_result  # the generator would break --compile's graph
@@ -169,7 +169,7 @@ def sharpen(x, power=5):
     """x^5 / sum |x^5|, but rows of zeros stay zero, and tiny ones fade to zero.  [OA Sec. 3]"""
     if not power:
         return x
-    # scaled first, so that x^5 neither underflows nor blows up the gradient
+    # scaled first, so that neither x^5 underflows nor its gradient blows up
     largest = x.detach().abs().amax(-1, keepdim=True)
     y = (x / largest.clamp_min(1e-6)) ** power
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # at least 1, except in tiny rows
@@ -223,15 +223,15 @@ class Config:
     # the paper's method: attention in the decoder; names in ATTENTION
     self_attention: str = 'softmax'  # of its queries to each other
     cross_attention: str = 'admm'    # of its queries to the image
-    solve_over: str = 'key'        # key or value: the tokens that rebuild a query
+    solve_over: str = 'key'        # what rebuilds a query: the tokens' key or value
     out_proj: bool = False         # an output projection for attention without weights, too
-    iterations: int = 4            # of ADMM; without a ridge it needs many more, and --rho 0.1
+    iterations: int = 4            # of ADMM; without a ridge: many more, and a smaller --rho
     sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
     rho: float = 3.0               # of ADMM, in mean eigenvalues of K^T K; best near --ridge
     power: int = 3                 # x to this power, normalised; 0: x as it is; OA uses 5
     random_tokens: int = 0         # [OA Sec. 3]
     # [choice] not in OA: they make the problem easier (see experiments/results.md)
-    ridge: float = 3.0             # e of + e ||x||^2, in mean eigenvalues: also all that l2 has
+    ridge: float = 3.0             # e of e ||x||^2, in mean eigenvalues; l2 has no other penalty
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
     centre: bool = True            # tokens less their mean, which is most of K^T K and says little
     # model
@@ -297,8 +297,8 @@ class Config:
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0)
-# (2) as OA has it, for its tables and recipe. [choice] rho, and 15 iterations: x within 1 % takes
-# over 1000. [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
+# (2) as OA has it, for its tables and recipe. [choice] rho, and 15 iterations: x is within 1 % only
+# after 1000. [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
 OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.01, iterations=15,
           random_tokens=32)
 PRESETS = {
@@ -557,9 +557,9 @@ def init_weights(model, seed):
             p.uniform_(-bound, bound, generator=generator)
 
 # ------------------------------------ data ------------------------------------
-# A data set has len, classes and, for the image of a row,
-#   example(row, rng=None) -> image, target. For training, rng is a NumPy generator, which draws
-#       shapes, or the flip and size of a photo. image: (3, H, W), normalised
+# A data set has len and, for the image of a row,
+#   example(row, rng=None) -> image (3, H, W), normalised, and target. For training, rng is a NumPy
+#       generator: it draws shapes, or the flip and size of a photo
 #   target(row) -> the target alone. It has labels (n,); boxes (n, 4), centre and size as fractions
 #       of the image; and for AP: annotations in COCO's json form, image_id, orig_size (h, w)
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
@@ -579,7 +579,7 @@ SHAPES = {
 }
 
 def overlap(a, b):
-    """Whether two boxes may overlap by 15 % of the smaller one or more."""
+    """Whether two boxes (centre, size) share 15 % of the smaller one or more."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
     width = max(0, (aw + bw) / 2 - abs(ax - bx))
     height = max(0, (ah + bh) / 2 - abs(ay - by))
@@ -614,8 +614,8 @@ class Drawings:
         labels = torch.from_numpy(rng.integers(len(SHAPES), size=len(boxes)))
         annotations = []
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
-            box = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
-            annotations.append(dict(image_id=row, category_id=label, bbox=box))
+            bbox = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
+            annotations.append(dict(image_id=row, category_id=label, bbox=bbox))
         return dict(labels=labels, boxes=boxes, annotations=annotations, image_id=row,
                     orig_size=(self.side, self.side))
 
@@ -667,14 +667,6 @@ def to_tensor(photo, image_size, share=1.0):
     x = np.asarray(photo.resize(size, 2), np.float32) / 255  # 2: bilinear
     return torch.from_numpy((x.transpose(2, 0, 1) - MEAN) / STD)
 
-def as_number(i):
-    """An id, as a whole number where a file has it as '7' or 7.0."""
-    text = str(i).removesuffix('.0')
-    return int(text) if text.isdigit() else i
-
-def are_numbers(*values):
-    return all(type(v) in (int, float) for v in values)
-
 class CocoFolder:
     """Photos and their annotations; row i is the i-th image by id. `annotations` are COCO's, for
     AP. `labels` and `boxes` are the training targets: no crowds, no empty boxes."""
@@ -685,70 +677,59 @@ class CocoFolder:
             raw = self.path.read_bytes()
             self.checksum = zlib.crc32(raw)
             content = json.loads(raw)
-            names = {as_number(x['id']): x['name'] for x in content['categories']}
-            for i in names:
-                if type(i) is not int or not 0 <= i < 10 ** 5:
-                    fail(f'{self.path}: category id {i!r} is not a whole number from 0 to 99999')
-            # labels are category ids, as in DETR, so some labels belong to no class
-            self.classes = [names.get(i, '') for i in range(max(names) + 1)]
-            images = {as_number(image['id']): image for image in content['images']}
+            names = {int(x['id']): x['name'] for x in content['categories']}
+            images = {str(x['id']): x for x in content['images']}  # some files have ids as text
             for kind, found in (('categories', names), ('images', images)):
                 if len(found) < len(content[kind]):
                     fail(f'{self.path}: some of its {kind} have the same id')
-            self.images = [images[i] for i in sorted(images)]
-            for i, image in images.items():
-                size = [image.get('width'), image.get('height')]
-                if not are_numbers(*size) or not min(size) > 0:
-                    fail(f'{self.path}: {image["file_name"]} has the width and height {size}')
+            if min(names) < 0 or max(names) >= 10 ** 5:
+                fail(f'{self.path}: category ids are {min(names)} to {max(names)}: use 0 to 99999')
+            # labels are category ids, as in DETR, so some labels belong to no class
+            self.classes = [names.get(i, '') for i in range(max(names) + 1)]
+            self.images = sorted(images.values(), key=lambda image: image['id'])
+            for image in self.images:
+                if not min(image['width'], image['height']) > 0:
+                    fail(f'{self.path}: {image["file_name"]} has no width or no height')
                 file = image['file_name'].replace('\\', '/')  # written on Windows
                 places = folder / name / file, folder / file  # some name the folder, too
                 image['path'] = next(filter(Path.exists, places), None)
                 if not image['path']:
                     fail(f'{folder / name} has no {file}')
-                image.update(id=i, annotations=[], labels=[], boxes=[])
+                image.update(annotations=[], labels=[], boxes=[])
             self.add_annotations(content['annotations'], images, names)
         except (OSError, KeyError, TypeError, ValueError) as error:
             fail(f"{self.path} is not an annotation file in COCO's form: {error!r:.200}")
 
     def add_annotations(self, annotations, images, names):
         """Hand each annotation to its image; refuse those that cannot be used."""
-        beyond = empty = flat = largest = 0
+        n, beyond, largest = len(annotations), 0, 0
         for annotation in annotations:
-            i = annotation['image_id'] = as_number(annotation['image_id'])
-            label = annotation['category_id'] = as_number(annotation['category_id'])
-            bbox = annotation.get('bbox')
+            image = images.get(str(annotation['image_id']))
+            label, bbox = int(annotation['category_id']), annotation.get('bbox')
             its = f'{self.path}: annotation {annotation.get("id")}: its'
-            if i not in images or label not in names:
-                fail(f'{its} image_id {i!r} or category_id {label!r} is unknown')
-            if type(bbox) is not list or len(bbox) != 4 or not are_numbers(*bbox):
+            if not image or label not in names:
+                fail(f'{its} image_id {annotation["image_id"]} or category_id {label} is unknown')
+            if not bbox or len(bbox) != 4 or not {*map(type, bbox)} <= {int, float}:
                 fail(f'{its} bbox {bbox!r} is not four numbers')
-            image, (left, top, w, h) = images[i], bbox
+            left, top, w, h = bbox
             right, bottom = left + w, top + h
             W, H = image['width'], image['height']
             if not (left <= W and top <= H and right >= 0 and bottom >= 0):  # nan is not, either
                 fail(f'{its} bbox {bbox} is outside its photo of {W} x {H} pixels')
             beyond += min(left, top, W - right, H - bottom) < -1  # by more than a pixel
-            flat += not annotation.get('area')
             largest = max(largest, *bbox)
             left, right = max(left / W, 0), min(right / W, 1)  # cut off at the edges
             top, bottom = max(top / H, 0), min(bottom / H, 1)
+            annotation.update(image_id=image['id'], category_id=label)
             image['annotations'].append(annotation)
-            if left >= right or top >= bottom:
-                empty += 1
-            elif not annotation.get('iscrowd'):
+            if left < right and top < bottom and not annotation.get('iscrowd'):
                 image['labels'].append(label)
                 image['boxes'].append([(left + right) / 2, (top + bottom) / 2,
                                        right - left, bottom - top])
-        if annotations and largest <= 1:
-            fail(f'{self.path}: no box exceeds one pixel: boxes must be in pixels, not fractions')
-        if beyond > max(10, len(annotations) / 2):
-            fail(f'{self.path}: {beyond} of {len(annotations)} boxes reach beyond their photos: '
-                 'they must be left, top, width, height, not two corners')
-        for n, what in ((beyond, 'are cut off at the edge of their photo'),
-                        (empty, 'have no width or height and are left out'),
-                        (flat, 'have no area: width x height is taken')):
-            if n:
-                print(f'note    {self.path}: of {len(annotations)} boxes {n} {what}')
+        if n and largest <= 1 or beyond > max(10, n / 2):
+            fail(f'{self.path}: {beyond} of {n} boxes reach beyond their photos, and the largest '
+                 f'number is {largest}: boxes must be left, top, width and height in pixels, not '
+                 'corners, not fractions')
 
     def __len__(self):
         return len(self.images)
@@ -764,21 +745,19 @@ class CocoFolder:
                     orig_size=(info['height'], info['width']))
 
     def example(self, row, rng=None):
-        """A photo or, with rng, what DETR's random flip and size make of it."""
+        """A photo or, with rng, what DETR's random flip and size make of it. [deviation] DETR first
+        crops half of the photos, at random: left out for brevity."""
+        flip = rng.random() < 0.5 if rng else False
+        share = rng.integers(15, 26) / 25 if rng else 1.0  # 480, 512, ..., 800 of 800
         info = self.images[row]
-        flip, share = False, 1.0
-        if rng:
-            # [deviation] DETR first crops half of the photos, at random: left out for brevity
-            flip = rng.random() < 0.5
-            share = rng.integers(15, 26) / 25  # 480, 512, ..., 800 of 800
         photo = read_photo(info['path'], (info['width'], info['height']))
         image = to_tensor(photo, self.image_size, share)
         return image.flip(2) if flip else image, self.target(row, flip)
 
 def load_data(c):
-    """-> train and val: Drawings, or CocoFolders of a folder with photos in train2017/, val2017/
-    and annotations/instances_train2017.json, ... With a single split, every tenth photo is val.
-    And facts, by which a run knows its data again; it also has the names of the classes there."""
+    """-> data sets train and val, names of the classes, and facts, by which a run knows its data
+    again. A folder has photos in train2017/ and val2017/, and annotations/instances_train2017.json,
+    ...; with one split alone, every tenth photo is val."""
     if c.data == 'builtin':
         train, val = Drawings(10 ** 6, c.image_size), Drawings(200, c.image_size)
         facts = dict(classes=train.classes, train=len(train), val=len(val))
@@ -799,21 +778,19 @@ def load_data(c):
         del train.images[::10]
     if train.classes != val.classes:
         fail(f'--data {c.data}: the two files of annotations differ in their categories')
-    shown = []  # the labels of each split
+    shown = []  # the classes in each split
     for split, n in (train, len(train)), (val, c.eval_rows or len(val)):
-        shown.append({label for image in split.images[:n] for label in image['labels']})
+        shown.append({split.classes[i] for image in split.images[:n] for i in image['labels']})
         if not shown[-1]:
             fail(f'{split.path} has no object to find in its first {n} photos')
         split.example(0)  # a photo that does not fit is refused before the run has a folder
     if shown[1] - shown[0]:
-        print(f'note    {val.path} shows what train lacks and no model can learn: '
-              f'{", ".join(val.classes[label] for label in sorted(shown[1] - shown[0]))}')
+        print(f'note    no photo of train shows {", ".join(sorted(shown[1] - shown[0]))}')
     most = max(len(image['labels']) for image in train.images + val.images)
     about = (f'{folder}, {len(train):,} photos, {len(val):,} held out; up to {most} objects in '
              f'one, to be found by --num-queries {c.num_queries}')
-    facts = dict(classes=train.classes, train=len(train), val=len(val), checksum=train.checksum,
-                 val_checksum=val.checksum, first=train.images[0]['file_name'],
-                 last=train.images[-1]['file_name'])
+    facts = dict(classes=train.classes, train=len(train), val=len(val),
+                 checksums=[train.checksum, val.checksum])  # of the annotations
     return SimpleNamespace(train=train, val=val, classes=train.classes, facts=facts, about=about)
 
 # --------------------------- matching, losses, average precision ---------------------------
@@ -872,10 +849,8 @@ def generalised_iou(a, b):
 @torch.no_grad()
 def match_batch(logits, boxes, labels, true_boxes, counts, c):
     """The cheapest pairing of queries with objects, for each image and layer separately.
-
-    logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects;
-    counts: how many each image has -> indices of layer, image, query and object, each (pairs,).
-    """
+    logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects,
+    image by image; counts of each -> indices of layer, image, query and object, each (pairs,)."""
     boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
     distance = (boxes - true_boxes).abs().sum(-1)  # (L, B, Q, T)
     giou = generalised_iou(boxes, true_boxes)
@@ -892,12 +867,10 @@ def match_batch(logits, boxes, labels, true_boxes, counts, c):
 
 def set_loss(outputs, targets, c):
     """DETR's losses -> a dict: `loss`, the weighted sum of cross-entropy, L1 distance and GIoU over
-    all decoder layers; loss_ce, loss_bbox and loss_giou, unweighted, of the last layer; and its
-    class_error, the % of matched queries whose class is wrong.
-
-    [deviation] Each micro-batch is divided by its own objects and class weights: 2 x 16 images are
-    not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes.
-    """
+    all decoder layers; and of the last layer loss_ce, loss_bbox, loss_giou, unweighted, and
+    class_error, the % of matched queries whose class is wrong. [deviation] Each micro-batch is
+    divided by its own objects and class weights: 2 x 16 images are not 8 x 4. DETR, which has no
+    micro-batches, counts the objects of all processes."""
     layers = [outputs, *outputs['aux_outputs']]  # the last one first
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
@@ -960,33 +933,33 @@ def iou(one, true):
     return intersection / max(union, 1e-99)
 
 def compare_boxes(truth, detections):
-    """-> {category: [(rank, area, ious), ...]}, the highest-scoring detection first: its rank in
-    its image, where 100 are kept; its area; its IoU with each true box there, {index: IoU}."""
-    indices = defaultdict(list)  # of true boxes in truth, by category and image
+    """-> (rank, area, ious) of each detection, the highest-scoring first: its rank in its image,
+    where 100 are kept; its area; its IoU with each true box there, {index in truth: IoU}."""
+    indices = defaultdict(list)  # of the true boxes in each image
     for i, true in enumerate(truth):
-        indices[true['category_id'], true['image_id']].append(i)
-    compared, ranks = defaultdict(list), defaultdict(int)
+        indices[true['image_id']].append(i)
+    compared, ranks = [], Counter()
     for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
-        place = one['category_id'], one['image_id']
-        if ranks[place] < 100:
+        image = one['image_id']
+        if ranks[image] < 100:
             _, _, w, h = one['bbox']
-            ious = {i: iou(one, truth[i]) for i in indices[place]}
-            compared[one['category_id']].append((ranks[place], w * h, ious))
-        ranks[place] += 1
+            ious = {i: iou(one, truth[i]) for i in indices[image]}
+            compared.append((ranks[image], w * h, ious))
+        ranks[image] += 1
     return compared
 
 def right_or_wrong(compared, truth, counts, threshold, low, high):
-    """compared: detections of one category, the highest-scoring first; counts: which annotations
-    count -> (rank, correct) of each detection that counts. It is correct if it claims an unclaimed
-    annotation."""
+    """compared: what compare_boxes returns; counts: whether each true box counts -> rank, and
+    whether it is correct, of each detection that counts. A detection is correct if it claims a true
+    box that none before it has claimed."""
     claimed, verdicts = set(), []
     for rank, area, ious in compared:
         candidates = [i for i, share in ious.items() if share >= threshold and i not in claimed]
         it_counts = low <= area <= high
-        if candidates:  # annotations that count come first, then the highest IoU, then the last one
+        if candidates:  # boxes that count come first, then the highest IoU, then the last one
             best = max(candidates, key=lambda i: (counts[i], ious[i], i))
             it_counts = counts[best]
-            if not truth[best]['iscrowd']:  # many boxes may match a crowd
+            if not truth[best]['iscrowd']:  # many detections may match a crowd
                 claimed.add(best)
         if it_counts:
             verdicts.append((rank, bool(candidates)))
@@ -1002,31 +975,31 @@ def average_precision(correct, wanted):
     return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 def coco_ap(ground_truth, detections):
-    """COCO's twelve numbers, nan where there is nothing to find; arguments are in COCO's json form.
+    """COCO's twelve numbers, nan where there is nothing to find, from COCO's json form.
 
     ground_truth: {annotations: [{image_id, category_id, bbox, area, iscrowd}]}; detections:
-    [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. Without area,
-    or where it is 0, it is width x height. pycocotools gives the same, but -1 for nan, and never
-    matches annotation id 0.
-    """
-    truth = []
+    [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. An area that
+    is missing or 0 is width x height. pycocotools gives the same, but -1 for nan, and never matches
+    annotation id 0."""
+    truth, found = defaultdict(list), defaultdict(list)  # by category
     for true in ground_truth['annotations']:
-        _, _, w, h = true['bbox']
-        truth.append({**true, 'area': true.get('area') or w * h,
-                      'iscrowd': true.get('iscrowd') or 0})
-    compared = compare_boxes(truth, detections)
-    categories = sorted({true['category_id'] for true in truth})
-    scores = np.full((4, len(AREAS), len(IOUS), len(categories)), np.nan)
-    for a, (low, high) in enumerate(AREAS):
-        counts = [low <= true['area'] <= high and not true['iscrowd'] for true in truth]
-        wanted = Counter(true['category_id'] for true, it_counts in zip(truth, counts) if it_counts)
-        for category, n in wanted.items():
-            k = categories.index(category)
-            for t, threshold in enumerate(IOUS):
-                rank, correct = right_or_wrong(
-                    compared[category], truth, counts, threshold, low, high)
-                recalls = [correct[rank < most].sum() / n for most in (1, 10, 100)]
-                scores[:, a, t, k] = [average_precision(correct, n), *recalls]
+        area = true.get('area') or true['bbox'][2] * true['bbox'][3]
+        true = dict(true, area=area, iscrowd=true.get('iscrowd') or 0)
+        truth[true['category_id']].append(true)
+    for one in detections:
+        found[one['category_id']].append(one)
+    scores = np.full((4, len(AREAS), len(IOUS), len(truth)), np.nan)
+    for k, category in enumerate(sorted(truth)):
+        boxes = truth[category]
+        compared = compare_boxes(boxes, found[category])
+        for a, (low, high) in enumerate(AREAS):
+            counts = [low <= true['area'] <= high and not true['iscrowd'] for true in boxes]
+            n = sum(counts)
+            if n:
+                for t, threshold in enumerate(IOUS):
+                    rank, correct = right_or_wrong(compared, boxes, counts, threshold, low, high)
+                    recalls = [correct[rank < most].sum() / n for most in (1, 10, 100)]
+                    scores[:, a, t, k] = [average_precision(correct, n), *recalls]
     AP, AR1, AR10, AR100 = scores  # each (areas, IoUs, categories)
     figures = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3],
                    AR1=AR1[0], AR10=AR10[0], AR100=AR100[0],
@@ -1036,17 +1009,13 @@ def coco_ap(ground_truth, detections):
     return figures
 
 # ------------------------------------ training ------------------------------------
-def classes_of(data):
-    """Names of the classes of data; of your own, its training data know them."""
-    return data.classes if hasattr(data, 'classes') else data.train.classes
-
 def make_model(c, data):
     """A model on the CPU for the classes of data, which may be what a saved run knows of it."""
-    return DETR(replace(c, num_classes=len(classes_of(data))))
+    return DETR(replace(c, num_classes=len(data.classes)))
 
 def load_weights(model, path):
     """Start from a checkpoint of this script, of DETR or of torchvision's ResNet-50. Attention,
-    classes and queries stay as they are where the file's differ in kind or number."""
+    classes and queries may differ in kind or number; then they start afresh."""
     if not Path(path).exists():
         fail(f'--init {path}: no such file; python prepare_data.py detr-r50, or resnet50, fetches '
              'those that the presets need')
@@ -1074,12 +1043,11 @@ def make_optimizer(model, c):
 READERS = ThreadPoolExecutor()
 
 def load_batch(dataset, keys, device):
-    """keys: arguments of dataset.example -> images (B, 3, H, W), zero-padded at the right and
-    bottom if they differ in size; mask (B, H, W), True on these zeros, or None if there are none;
-    targets."""
+    """keys [(row, rng), ...] of dataset.example -> images (B, 3, H, W), zero-padded at the right
+    and bottom if they differ in size; mask (B, H, W), True on these zeros, or None; targets."""
     # photos are decoded in parallel; drawing in threads is slower
     read = READERS.map if isinstance(dataset, CocoFolder) else map
-    images, targets = zip(*read(dataset.example, *zip(*keys)))
+    images, targets = zip(*read(lambda key: dataset.example(*key), keys))
     _, H, W = np.max([x.shape for x in images], axis=0)
     batch = torch.zeros(len(images), 3, H, W)
     mask = torch.ones(len(images), H, W, dtype=torch.bool)
@@ -1163,7 +1131,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
-    go to `folder`, if any. Your own data need two data sets, data.train and data.val."""
+    go to `folder`, if any. Your own data need data sets train and val, and names of classes."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for parameters of your own
@@ -1187,7 +1155,7 @@ def train(c, folder=None, data=None):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
             weights = dict(model=model.state_dict(), config=asdict(model.config),
-                           data=getattr(data, 'facts', dict(classes=classes_of(data))))
+                           data=getattr(data, 'facts', dict(classes=data.classes)))
             save(folder, 'ckpt.pt', dict(
                 weights, optimizer=optimizer.state_dict()['state'], scaler=scaler.state_dict(),
                 progress=(step, seconds, log, losses)))
@@ -1196,10 +1164,9 @@ def train(c, folder=None, data=None):
                 row['loss'] = sum(losses) / len(losses)
             with autocast:
                 row.update(evaluate(model.eval(), data, c, device))
-            if math.isnan(row['val_loss'] + row['AP']):
-                raise FloatingPointError(f'validation loss {row["val_loss"]:g}, AP {row["AP"]:g} '
-                                         f'at step {step}: try a lower --learning-rate, or check '
-                                         'any formula you edited')
+            if math.isnan(row['val_loss']):
+                raise FloatingPointError(f'validation loss nan at step {step}: try a lower '
+                                         '--learning-rate, or check any formula you edited')
             log, losses = [*log, row], []
             if row['AP'] == max(past['AP'] for past in log):
                 save(folder, 'best.pt', weights)
@@ -1235,19 +1202,18 @@ def find(model, image, target, threshold):
     decoder layer.  [OA Fig. 1]"""
     images = image[None].to(model.query_embed.weight.device)  # (1, 3, H, W)
     attn = model.transformer.decoder.layers[-1].multihead_attn
-    calls = []  # what the layer's attention is called with: q, k, v, padding
-    hook = attn.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
+    inputs = []  # of attn: q, k, v, padding
+    hook = attn.register_forward_pre_hook(lambda module, args: inputs.extend(args))
     outputs = model(images)
     hook.remove()
-    q, k, v, _ = calls[0]
-    x, _ = attn.attend(*attn.heads(q, k, v))  # (1, nh, Q, N)
-    detections = post_process(outputs, [target])  # one for each query
-    highest = np.argmax([one['score'] for one in detections])
+    x, _ = attn.attend(*attn.heads(*inputs[:3]))  # (1, nh, Q, N)
+    found = post_process(outputs, [target])  # one for each query
+    highest = np.argmax([one['score'] for one in found])
     seen = x[0, :, highest].abs().mean(0).view(1, 1, *outputs['grid'])  # the mean of the heads
     attention_map = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
-    detections = [one for one in detections if one['score'] >= threshold]
-    detections.sort(key=lambda one: one['score'], reverse=True)
-    return detections, attention_map / attention_map.max().clip(1e-12)
+    found = [one for one in found if one['score'] >= threshold]
+    found.sort(key=lambda one: -one['score'])
+    return found, attention_map / attention_map.max().clip(1e-12)
 
 def draw_found(path, examples, answers, classes):
     """Draw what is found in images and, below each, where its highest-scoring query looks.
@@ -1256,12 +1222,12 @@ def draw_found(path, examples, answers, classes):
         from matplotlib.patches import Rectangle
         axes = figure.subplots(2, len(examples), squeeze=False)
         axes[1, 0].set_title('where the highest-scoring query looks')
-        for (above, below), (image, target), (detections, attention_map) in zip(
-                axes.T, examples, answers):
+        for i, (image, target) in enumerate(examples):
+            detections, attention_map = answers[i]
             height, width = target['orig_size']
             pixels = (image.numpy() * STD + MEAN).clip(0, 1).transpose(1, 2, 0)  # (H, W, 3)
             lit = pixels * (0.25 + 0.75 * attention_map[..., None])
-            for axis, shown, boxes in (above, pixels, detections), (below, lit, detections[:1]):
+            for axis, shown, boxes in zip(axes[:, i], (pixels, lit), (detections, detections[:1])):
                 axis.imshow(shown, extent=(0, width, height, 0))
                 axis.autoscale(False)  # boxes may reach beyond the image
                 axis.axis('off')
@@ -1279,8 +1245,8 @@ def chance(targets):
     truth, guesses = [], []
     for target, other in zip(targets, targets[1:] + targets[:1]):
         truth += target['annotations']
-        guesses += [dict(annotation, image_id=other['image_id'], score=1.0)
-                    for annotation in target['annotations']]
+        guesses += [dict(one, image_id=other['image_id'], score=1.0)
+                    for one in target['annotations']]
     return coco_ap(dict(annotations=truth), guesses)
 
 def report(c, model, log, folder, data):

@@ -18,8 +18,8 @@ experiments/memory.py measures the fifth, memory.
     [MA Sec. 1.4]  its masks in nn.MultiheadAttention                    attn_mask
 
 The report does not number its sections; we count them. It does not say how W enters attention:
-READINGS has three ways. In the default one only the ratios of the c_k matter, so L1 can lower them
-all at no cost, and every alpha keeps falling, as the report observed.
+READINGS has three ways. The default is softmax(scores + log W). There only the ratios of the c_k
+matter, so L1 can lower them all at no cost, and every alpha keeps falling, as the report observed.
 
     python mask_distill.py                              # a teacher, then a student: 2 minutes
     python mask_distill.py --resume                     # continue the newest run, in either stage
@@ -72,7 +72,7 @@ def fail(message):
 
 # ------------------------------------ the report's method ------------------------------------
 KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
-    # far: one more than the largest i - j in any window or offset; only sinks use it
+    # far: the smallest distance i - j that no window or offset reaches
     # your own kind is a line: 'stride': lambda i, j, n, far: (i - j) % n == 0,  # i, i - N, ...
     'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
     'window': lambda i, j, n, far: i - j < n,                 # the last N
@@ -87,19 +87,19 @@ NAMED = {
     'first-all': 'first:1+all:1',                             # its experiment with L1
 }
 
-def candidates(text):
-    """--masks, 'window:64+sinks:4', -> [('window', 64), ('sinks', 4)], which stays as it is."""
-    if type(text) is list:
-        return text
-    written_out = '+'.join(NAMED.get(term, term) for term in text.split('+'))
-    masks = []
+def candidates(masks):
+    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)], which is returned as it is."""
+    if isinstance(masks, list):
+        return masks
+    written_out = '+'.join(NAMED.get(term, term) for term in masks.split('+'))
+    pairs = []
     for term in written_out.split('+'):
         kind, _, n = term.partition(':')
         if kind not in KINDS or not n.isdecimal() or (int(n) == 0 and kind != 'offset'):
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
-            fail(f'--masks {text}: {term!r} is none of {", ".join(choices)}')
-        masks.append((kind, int(n)))
-    return masks
+            fail(f'--masks {masks}: {term!r} is none of {", ".join(choices)}')
+        pairs.append((kind, int(n)))
+    return pairs
 
 def window_and_first(masks):
     """The smallest window that holds all windows and offsets, and the number of first tokens."""
@@ -113,9 +113,8 @@ def is_local(masks):
     return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in masks)
 
 def log_coefficients(alpha):
-    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] As no c_k is ever 0, a mask is
-    closed (-inf) where its c_k is below a thousandth of the largest. The KL then has no gradient
-    for its alpha, so a closed mask stays closed, unless the largest falls to its level."""
+    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] A mask is closed (-inf) while
+    its c_k is below a thousandth of the largest. The KL then has no gradient for its alpha."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -124,8 +123,8 @@ def mixture(coef, M):
     return sum(c_k * m for c_k, m in zip(coef, M))
 
 def masks_at(masks, log_c, i, j):
-    """Which keys at j (..., T) the queries at i (..., Tq) see: K + 1 masks (..., Tq, T). [choice]
-    The last one lets a token see itself where no open mask lets it see any token."""
+    """The K masks for queries at positions i (..., Tq) and keys at j (..., T), and one more, in
+    which a token sees itself if the open masks show it nothing [choice]: each (..., Tq, T)."""
     i, j = i[..., None], j[..., None, :]
     causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
@@ -134,9 +133,8 @@ def masks_at(masks, log_c, i, j):
     return [*M, (i == j) & ~seen.any(-1, keepdim=True)]
 
 def log_mixture(M, log_c):
-    """log W up to a constant, since the c_k are divided by the largest; where W is 0, -inf with a
-    gradient of 0. M are the K + 1 masks of masks_at."""
-    coef = (log_c - log_c.max()).exp()  # (K,)
+    """log W up to a constant, from masks_at's K + 1 masks; where W is 0, -inf with gradient 0."""
+    coef = (log_c - log_c.max()).exp()  # (K,), divided by the largest: they may all underflow
     W = mixture([*coef, 1.0], M)
     return W.clamp_min(torch.finfo(W.dtype).tiny).log().masked_fill(W == 0, -math.inf)
 
@@ -149,7 +147,7 @@ def separate_softmaxes(S, M, log_c):
     least = torch.finfo(S.dtype).min  # -inf would give such a mask nan
     return mixture(coefficients(log_c), [F.softmax(S.masked_fill(~m, least), -1) * m for m in M])
 
-READINGS = {  # attention weights from scores S (B, nh, Tq, T), masks M of masks_at and log c_k
+READINGS = {  # attention weights from scores S (B, nh, Tq, T), masks_at's M, and log_c (K,)
     # [choice] the first is the default: its rows add up to 1
     'renormalised': lambda S, M, log_c: F.softmax(S + log_mixture(M, log_c), -1),
     'unnormalised': lambda S, M, log_c: mixture(coefficients(log_c), M) * F.softmax(S, -1),
@@ -157,14 +155,14 @@ READINGS = {  # attention weights from scores S (B, nh, Tq, T), masks M of masks
 }
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
-    """q (B, nh, Tq, hs) at positions i and k (B, nh, T, hs) at j, by default 0, 1, ... ->
-    (B, nh, Tq, T). log_c (K,): logarithms of the masks' coefficients, by default 0."""
+    """q (B, nh, Tq, hs) at positions i, k (B, nh, T, hs) at j, both by default 0, 1, ... ->
+    (B, nh, Tq, T). log_c (K,): log c_k, by default 0 for every mask."""
     if i is None:
         i = j = torch.arange(k.size(2), device=k.device)
     if log_c is None:
         log_c = torch.zeros(len(masks), device=q.device)
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
-    if reading != 'renormalised':  # where log W hides the future
+    if reading != 'renormalised':  # there log W hides the future
         S = S.masked_fill(i[..., None] < j[..., None, :], -math.inf)
     return READINGS[reading](S, masks_at(masks, log_c, i, j), log_c)
 
@@ -215,8 +213,8 @@ def token_kl(teacher_logits, logits):
 @torch.no_grad()
 def kept_pairs(alphas, masks, T):
     """The share of the T (T + 1) / 2 pairs j <= i that open masks hold, averaged over layers."""
-    open_pairs = [attn_mask(masks, log_coefficients(alpha), T).isfinite() for alpha in alphas]
-    return sum(held.sum().item() / (T * (T + 1) / 2) for held in open_pairs) / len(alphas)
+    kept = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
+    return sum(n.item() / (T * (T + 1) / 2) for n in kept) / len(alphas)
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -233,7 +231,7 @@ class Config:
     init: str = ''                 # a teacher's best.pt or a GPT-2's weights; '': train one first
     teacher_iters: int = 600       # optimiser steps of a teacher trained here
     teacher_lr: float = 2e-3       # its learning rate at its peak
-    n_layer: int = 3               # from here to vocab_size: sizes of a teacher trained here
+    n_layer: int = 3               # these five: of a teacher trained here; --init has its own
     n_head: int = 0                # 0: one for every 64 channels, at least 4
     n_embd: int = 128
     positions: int = 0             # 0: as many as block_size
@@ -277,7 +275,7 @@ class Config:
         if not self.init and self.n_embd % self.heads:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.heads}')
         if 0 < self.positions < self.block_size:
-            fail(f'--positions {self.positions} are less than --block-size {self.block_size}')
+            fail(f'--block-size {self.block_size}: the model has only {self.positions} positions')
 
     @property
     def heads(self):
@@ -331,8 +329,8 @@ class SelfAttention(nn.Module):
 
     def add_masks(self, c):
         self.masks, self.reading = candidates(c.masks), c.reading
-        alpha = self.c_attn.bias.new_zeros(len(self.masks))
-        self.alpha = nn.Parameter(alpha)  # [choice] all masks start alike, c = 1/2
+        # [choice] all masks start alike, c = 1/2
+        self.alpha = nn.Parameter(self.c_attn.bias.new_zeros(len(self.masks)))
 
     def log_c(self):
         return None if self.alpha is None else log_coefficients(self.alpha)
@@ -500,6 +498,12 @@ def read_tokens(path, tokenizer):
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
 
+def read_json(path):
+    try:
+        return dict(json.loads(path.read_text('utf-8')))
+    except (ValueError, TypeError):
+        fail(f'{path} is not a JSON object')
+
 def read_meta(folder):
     """meta.json, which prepare_data.py writes. Without it, tokens are GPT-2's, as in nanoGPT."""
     path = folder / 'meta.json'
@@ -508,10 +512,7 @@ def read_meta(folder):
              'tokens from the text with `python prepare_data.py text FILE --tokenizer bytes`')
     if not path.exists():
         return dict(tokenizer='gpt2')
-    try:
-        meta = dict(json.loads(path.read_text('utf-8')))
-    except (ValueError, TypeError):
-        fail(f'{path} is not a JSON object')
+    meta = read_json(path)
     if meta.get('tokenizer') not in VOCAB_SIZE:
         fail(f'{path} names the tokenizer {meta.get("tokenizer")}: it must be bytes or gpt2')
     return meta
@@ -543,42 +544,35 @@ GPT2_FORM = dict(  # fields of config.json that change what a model computes, as
     activation_function='gelu_new', layer_norm_epsilon=1e-5,
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
 
-def heads_of(path, n_head):
-    """The number of heads, which weights do not show: our checkpoints say it, for other files
-    config.json does, and otherwise it is n_head. A config.json of another model is refused."""
-    about = load_checkpoint(path).get('config', {})
-    beside = Path(path).with_name('config.json')
-    if not about and beside.exists():
-        try:
-            about = dict(json.loads(beside.read_text('utf-8')))
-        except (ValueError, TypeError):
-            fail(f'{beside} is not a JSON object')
-    for field, value in GPT2_FORM.items():
-        if about.get(field, value) != value:
-            fail(f'{beside} has {field} {about[field]}: GPT-2, as computed here, has {value}')
-    heads = about.get('n_head', n_head)
-    if not heads:
-        fail(f'--init {path} does not say how many heads it has: put its config.json beside it, '
-             'or give --n-head, 12 for the smallest GPT-2')
-    return heads
-
 def load_gpt2(path, n_head=0):
-    """A GPT-2 of any size, from one of our checkpoints or a file saved by transformers."""
+    """A GPT-2 of any size, from one of our checkpoints or a file saved by transformers. n_head
+    counts where neither the checkpoint nor a config.json beside it says how many heads it has."""
     if not Path(path).is_file():
         fail(f'--init {path} is not a file; `python {SCRIPT}.py teacher` trains a small GPT-2, '
              '`python prepare_data.py gpt2` downloads one')
     weights = {name.removeprefix('transformer.'): tensor
                for name, tensor in read_weights(path).items()
                if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # these are causal masks
-    if 'wte.weight' not in weights or 'wpe.weight' not in weights:
+    wte, wpe = weights.get('wte.weight'), weights.get('wpe.weight')
+    if wte is None or wpe is None:
         fail(f'--init {path} is not a GPT-2: it has no wte.weight, or no wpe.weight')
-    wte, wpe = weights['wte.weight'], weights['wpe.weight']
     if not torch.equal(weights.pop('lm_head.weight', wte), wte):
         fail(f'--init {path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
+
+    about = load_checkpoint(path).get('config', {})
+    beside = Path(path).with_name('config.json')
+    if not about and beside.exists():
+        about = read_json(beside)
+    for field, value in GPT2_FORM.items():
+        if about.get(field, value) != value:
+            fail(f'{beside} has {field} {about[field]}: GPT-2, as computed here, has {value}')
+    n_head = about.get('n_head', n_head)
+    if not n_head:
+        fail(f'--init {path} does not say how many heads it has: put its config.json beside it, '
+             'or give --n-head, 12 for the smallest GPT-2')
     n_layer = sum(name.startswith('h.') and name.endswith('.ln_1.weight') for name in weights)
-    model = GPT2(Config(stage='teacher', n_layer=n_layer, n_head=heads_of(path, n_head),
-                        n_embd=wte.size(1), positions=len(wpe), block_size=len(wpe),
-                        vocab_size=len(wte)))
+    model = GPT2(Config(stage='teacher', n_layer=n_layer, n_head=n_head, n_embd=wte.size(1),
+                        positions=len(wpe), block_size=len(wpe), vocab_size=len(wte)))
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -586,22 +580,23 @@ def load_gpt2(path, n_head=0):
     return model
 
 def make_model(c, data, teacher=None):
-    """A model on the CPU: a teacher, or a student of `teacher` (None: of one with random weights).
-    Its config is c with the data's tokenizer and the teacher's sizes. A saved run's c has them, and
-    data are what it knows of its data."""
+    """A model on the CPU: a new teacher, or a student of `teacher` or of --init's. Its config has
+    the teacher's sizes in place of --init, so a saved student needs no other file."""
     c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
     size = c.vocab_size or getattr(data, 'vocab_size', 0)
-    if c.init and not c.positions:
-        t = (teacher or load_gpt2(c.init, c.n_head)).config
-        if size not in (0, t.vocab_size) or t.positions < c.block_size:
-            fail(f'--init {c.init} has {t.vocab_size} tokens and {t.positions} positions; '
-                 f'tokenizer {c.tokenizer} needs {size} tokens, and --block-size {c.block_size} '
-                 'as many positions')
-        sizes = {name: getattr(t, name) for name in ('n_layer', 'n_head', 'n_embd', 'positions')}
-        for name, x in sizes.items():
+    if c.init:
+        teacher = load_gpt2(c.init, c.n_head)
+    if teacher:
+        t = teacher.config
+        if size not in (0, t.vocab_size):
+            fail(f'--init {c.init} has {t.vocab_size} tokens; tokenizer {c.tokenizer} has {size}')
+        for name in ('n_layer', 'n_head', 'n_embd'):
+            x = getattr(t, name)
             if getattr(c, name) not in (x, getattr(Config, name)):  # a default asks for nothing
                 fail(f'--init {c.init} has {name} {x}: give --{name.replace("_", "-")} {x}')
-        c, size = replace(c, **sizes), t.vocab_size
+        c = replace(c, init='', n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
+                    positions=t.positions)
+        size = t.vocab_size
     if not size:  # your own arrays do not say
         size = 1 + int(max(np.max(data.train), np.max(data.val)))
         if min(np.min(data.train), np.min(data.val)) < 0:
@@ -613,8 +608,11 @@ def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
     alphas, matrices, others = [], [], []
     for name, p in model.named_parameters():
-        group = alphas if name.endswith('alpha') else matrices if p.dim() == 2 else others
-        group += [p] * p.requires_grad
+        group = matrices if p.dim() == 2 else others
+        if name.endswith('.alpha'):
+            group = alphas
+        if p.requires_grad:
+            group.append(p)
     decay = c.weight_decay if c.stage == 'teacher' else 0.0
     groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
               dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
@@ -660,8 +658,8 @@ def validation(data, c, device):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on the validation windows, without L1; for a student also the share of pairs that it
-    keeps and every coefficient, such as 0.window:32 for layer 0."""
+    """Loss on the validation windows, without L1. Of a student also the share of pairs that it
+    keeps, and every coefficient, such as 0.window:32 in layer 0."""
     c = replace(c, l1=0.0)
     total = rows = 0
     # float32: under autocast to bfloat16 a student that equals its teacher has a KL of 3.7e-4
@@ -671,10 +669,9 @@ def evaluate(model, data, c, device):
             rows += len(x)
     figures = dict(val_loss=total / rows)
     if model.teacher:
-        masks = candidates(c.masks)
-        figures['kept'] = kept_pairs(model.alphas(), masks, c.block_size)
+        figures['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
         for layer, alpha in enumerate(model.alphas()):
-            for (kind, n), c_k in zip(masks, alpha.sigmoid().tolist()):
+            for (kind, n), c_k in zip(candidates(c.masks), alpha.sigmoid().tolist()):
                 figures[f'{layer}.{kind}:{n}'] = c_k
     return figures
 
@@ -720,7 +717,7 @@ def fidelity(model, batches):
             gap = (teacher_P - P).transpose(1, 2)[real]  # (N, nh, T)
             squared_error += gap.square().sum()
             pairs += gap.size(1) * (real.nonzero()[:, 1] + 1).sum()  # j <= i
-    tokens = max(1, tokens)  # a batch may be all padding
+    tokens = max(1, tokens)  # the report's edge case: all padding
     teacher_perplexity, perplexity = [(total / tokens).exp() for total in nll]
     figures = dict(
         kl=(kl / tokens).clamp_min(0), accuracy=right[1] / right[0].clamp_min(1),
@@ -760,16 +757,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
     scaler.update()
     return total.item(), 0.0 if skipped else norm.item()
 
-def as_teacher(c):
-    """Settings for training a teacher: a plain GPT-2 that learns the text."""
-    return replace(c, stage='teacher', init='', max_iters=c.teacher_iters, warmup_iters=100,
-                   learning_rate=c.teacher_lr, samples=0)
-
-def first_teacher(c, folder, data):
-    """The teacher of a new student: --init's or, without --init, one that is trained here, in the
-    student's folder, where it is kept as teacher.pt."""
-    if c.init:
-        return load_gpt2(c.init, c.n_head)
+def train_teacher(c, folder, data):
+    """Train a teacher for a new student, in the student's folder, and keep it as teacher.pt."""
     print('stage 1 of 2: a small GPT-2, the teacher, learns the text')
     teacher, _ = train(replace(c, stage='teacher'), folder, data)
     teacher.zero_grad()  # a copy would have its last gradients, and clipping would count them
@@ -790,15 +779,16 @@ def train(c, folder=None, data=None):
     data, teacher = data or load_data(c), None
     saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)['config'] if c.resume else {}
     if c.stage == 'teacher':
-        c = as_teacher(c)
-    elif saved.get('stage') != 'student':  # there is no student to resume yet
-        teacher = first_teacher(c, folder, data)
+        c = replace(c, init='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
+                    warmup_iters=100, samples=0)
+    elif not c.init and saved.get('stage') != 'student':  # there is no student to resume yet
+        teacher = train_teacher(c, folder, data)
         c = replace(c, resume=False)
+    torch.manual_seed(c.seed)  # for parameters of your own
+    model = make_model(c, data, teacher).to(device)
     facts = dict(getattr(data, 'facts', {}))
     if c.init:
         facts['teacher'] = zlib.crc32(Path(c.init).read_bytes())
-    torch.manual_seed(c.seed)  # for parameters of your own
-    model = make_model(c, data, teacher).to(device)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
     net = torch.compile(model) if c.compile else model
@@ -860,22 +850,22 @@ def train(c, folder=None, data=None):
 # ------------------------------ report, sample, criteria ------------------------------
 def report(c, model, log, folder, data):
     """Print the result beside a yardstick, and samples; draw the run and the coefficients."""
-    own = 'best.pt'
+    print()
     if model.teacher:
-        print('\n' + judge(model, data, c)[0])
+        judge(model, data, c)
         try:
             print(side_by_side(c, model, PROMPTS[:2]))
         except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and a network
             print(f'note    no samples: {str(error)[:100]}')
         draw_layers(folder / 'layers.png', model, log)
-        own = 'teacher.pt'
     else:
-        print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token; a uniform '
+        print(f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token; a uniform '
               f'guess gets {math.log(model.config.vocab_size):.3f}')
     draw(folder / 'curves.png', {c.stage: log}, [
         ('training loss (nats per token)', 'loss'),
         ('validation loss (nats per token; a student\'s: KL)', 'val_loss')])
-    c = replace(c, stage='student', init=c.init or str(folder / own))  # of the same teacher
+    teacher = c.init or str(folder / ('teacher.pt' if model.teacher else 'best.pt'))
+    c = replace(c, stage='student', init=teacher)
     other = 'last5' if c.masks != 'last5' else 'windows'
     actions = ['criteria', 'sample'] if model.teacher else ['sample']
     files_and_next(c, folder, 'masks', [other, c.masks], *actions)
@@ -884,40 +874,38 @@ def draw_layers(path, model, log):
     """The report's figures: the coefficients of every layer over the steps."""
     layers = {}
     for i in range(len(model.h)):
-        layers[f'layer {i}'] = [{name.removeprefix(f'{i}.'): x for name, x in row.items()}
-                                for row in log]
+        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
+        layers[f'layer {i}'] = rows
     draw(path, layers, [(f'coefficient of the mask {kind}:{n}', f'{kind}:{n}')
                         for kind, n in candidates(model.config.masks)])
 
 def judge(model, data, c):
-    """The report's criteria on c.eval_rows windows, for the masks alone and for the trained student
-    -> text, the student's figures."""
+    """Print the report's criteria for the masks alone and for the trained student, on c.eval_rows
+    windows -> the student's figures."""
     batches = [*validation(data, c, model.wte.weight.device)]
-    text = 'the report wants'
-    for name, (sign, limit) in CRITERIA.items():
-        text += f'{name} {sign} {limit:g}'.rjust(20)
+    print('the report wants', *(f'{name} {sign} {limit:g}'.rjust(19)
+                                for name, (sign, limit) in CRITERIA.items()))
     for case, net in (('mask only', make_student(model.teacher, c)), ('trained', model)):
         figures = fidelity(net, batches)
-        text += f'\n{case:16}'
+        print(f'{case:16}', end='')
         for name in CRITERIA:
             verdict = 'PASS' if passes(name, figures[name]) else 'FAIL'
-            text += f'{figures[name]:#15.3g} {verdict}'
-    kept = kept_pairs(model.alphas(), candidates(c.masks), c.block_size)
+            print(f'{figures[name]:#15.3g} {verdict}', end='')
+        print()
+    kept = kept_pairs(model.alphas(), c.masks, c.block_size)
     rows = sum(len(x) for x, _ in batches)
-    text += (f'\nresult  {kept:.0%} of pairs give {figures["accuracy"]:.3f} times the accuracy; '
-             f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on {rows} windows\n'
-             f'        perplexity {figures["perplexity"]:.3f}, the teacher\'s '
-             f'{figures["teacher_perplexity"]:.3f}')
-    return text, figures
+    print(f'result  {kept:.0%} of pairs give {figures["accuracy"]:.3f} times the accuracy; '
+          f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on {rows} windows\n'
+          f'        perplexity {figures["perplexity"]:.3f}, the teacher\'s '
+          f'{figures["teacher_perplexity"]:.3f}')
+    return figures
 
 def criteria(c):
     """Judge a student by the report's criteria, on --judge-rows windows."""
     model, _ = load_run(c, 'ckpt.pt')  # best.pt was chosen on the text used here to judge
     if not model.teacher:
         fail(f'--folder {c.folder} has no student yet: name another, or --resume it')
-    text, figures = judge(model, load_data(c), replace(c, eval_rows=c.judge_rows))
-    print(text)
-    return figures
+    return judge(model, load_data(c), replace(c, eval_rows=c.judge_rows))
 
 PROMPTS = [  # the report's, short and longer ones
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',

@@ -1413,9 +1413,6 @@ def test_detr_annotations(tmp_path):
     or floats; a photo may show nothing; of a single split every tenth photo is for evaluation."""
     end = run(detr, *coco_folder(tmp_path), '--max-iters', 0, '--num-queries', 1)
     assert 'up to 2 objects in one, to be found by --num-queries 1' in end.out, end.out
-    for said in ('1 are cut off at the edge of their photo', '5 have no area: width x height',
-                 '2 have no width or height and are left out'):
-        assert f'instances_val2017.json: of 5 boxes {said}' in end.out, end.out
     c = detr_config(data=str(tmp_path), image_size=60)
     for id_as in r'\1', r'"\1"', r'\1.0':
         text = re.sub(r'(?<=id": )(\d+)', id_as, json.dumps(COCO))
@@ -1463,10 +1460,10 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
     tiny_boxes = 4 * [dict(one, bbox=[0.1, 0.1, 0.2, 0.3])]
     for words, check, changes in (
             ('annotation 2: category_id 4', '', dict(categories=categories[:1])),
-            ('category id -1', '', dict(categories=[dict(id=-1, name='no')])),
+            ('category ids -1', '', dict(categories=[dict(id=-1, name='no')])),
             ('fractions', 'fractions', dict(annotations=tiny_boxes)),
             ('corners', '', dict(annotations=12 * [dict(one, bbox=[9, 9, 39, 29])])),
-            ('b.png width [0, 30]', '', dict(images=[dict(image, width=0), other])),
+            ('b.png width', '', dict(images=[dict(image, width=0), other])),
             ('images same', '', dict(images=[image, dict(other, id='8')])),
             ('categories same', 'same id', dict(categories=[*categories, dict(id=4, name='cow')])),
             ('has no c.png', 'c.png', dict(images=[image, dict(other, file_name='c.png')])),
@@ -1487,8 +1484,6 @@ def test_detr_annotations_that_do_not_fit(tmp_path):
     # no fault, but said: COCO itself has a box without width
     annotate(tmp_path, 'val2017', annotations=[dict(one, category_id=4, area=0)])
     annotate(tmp_path, 'train2017', annotations=[one, dict(one, bbox=[1, 2, 0, 4])])
-    assert 'what train lacks and no model can learn: cat\n' in run(
-        detr, *flags, '--max-iters', 0).out
     end = run(prepare_data, 'check', tmp_path)
     assert end.code == 0 and 'classes that train2017 lacks: cat' in end.out, end
     assert '1 have no width' in end.out and 'of 1 boxes 1 have no area' in end.out, end
@@ -1723,6 +1718,7 @@ def test_mask_that_is_pruned_stays_so():
 def test_mask_in_multihead_attention():
     """log W as attn_mask of PyTorch's module is the default reading; gradients reach alpha."""
     x, alpha = qkv(2, 9, 8)[0], torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, device=DEVICE)
+    torch.manual_seed(0)
     module = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64, device=DEVICE)
     masks, found = mask.candidates('windows'), []
     for theirs in (True, False):
@@ -1805,7 +1801,7 @@ def test_mask_teacher_files(tmp_path):
         refuse(mask, [word], *flags)
     file.unlink()
     refuse(mask, ['prepare_data.py gpt2'], *flags)
-    refuse(mask, ['--positions 8'], 'teacher', '--positions', 8, '--block-size', 16)
+    refuse(mask, ['8 positions'], 'teacher', '--positions', 8, '--block-size', 16)
 
 def test_mask_safetensors(tmp_path):
     """GPT-2's file as transformers writes it, with the buffers of the hub's, read without a
@@ -2031,7 +2027,7 @@ def test_mask_best_teacher(tmp_path):
     mask.save(tmp_path, 'best.pt', dict(model=best.state_dict()))
     with patch.object(mask, 'train', lambda *_: (last, [])), patch.object(mask, 'WORLD', 2), \
             patch('torch.distributed.broadcast') as broadcast, QUIET:
-        teacher = mask.first_teacher(c, tmp_path, None)
+        teacher = mask.train_teacher(c, tmp_path, None)
     assert same(teacher.state_dict(), best.state_dict()) and (tmp_path / 'teacher.pt').exists()
     assert broadcast.call_count == len([*teacher.parameters()]), broadcast.call_count
 
