@@ -48,7 +48,6 @@ from unittest.mock import patch
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # tiny tensors: threads only wait for each other
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -60,6 +59,7 @@ import mask_distill as mask
 import prepare_data
 importlib.import_module('variants')  # adds its rows to gpt.ATTENTION
 printed = importlib.import_module('printed')  # and this to detr.ATTENTION
+Image = importlib.import_module('PIL.Image')  # matplotlib needs it
 if importlib.util.find_spec('scipy'):
     compare = importlib.import_module('compare')
 
