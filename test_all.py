@@ -261,6 +261,22 @@ def test_gpt_vit_formulas():
             size = want.abs().max()
             close(got.double() / size, want / size, tolerance)
 
+def test_gpt_identities():
+    """What the papers prove."""
+    q, k, v = qkv(2, 3, 6, 4)
+    def passed_on(name, gamma=1.0, zero_diag=False):
+        mh = gpt.multi_head(q, k, v, zero_diag)
+        return gpt.ATTENTION[name](mh, v.transpose(1, 2), gamma)
+    # AttentionX's two versions are one, up to a factor  [AX1 Eq. 9, AX2 Eq. 10]
+    close(passed_on('attentionx-v1', 0.3), 0.3 * passed_on('attentionx', 1 / 0.3), 1e-14)
+    # a zero diagonal makes Phi longer, by 1 / (1 - p_kk)  [AX2 Eq. 13]
+    phi, phi_zd = [passed_on('attentionx', zero_diag=zd) for zd in (False, True)]
+    p_own = gpt_weights(q, k).diagonal(dim1=2, dim2=3).mT[..., None]  # (B, T, nh, 1)
+    close(phi[:, 1:], ((1 - p_own) * phi_zd)[:, 1:], 1e-13)
+    # Delta is no longer than MH  [BF Eq. 11]
+    mh, delta = [passed_on(name).flatten(2) for name in ('softmax', 'belief')]
+    assert (delta.norm(dim=-1) <= mh.norm(dim=-1)).all(), (delta, mh)
+
 def test_pdmm():
     """The algorithm behind the papers, where f_i(x) = (x - a_i)^2 / 2 and every edge wants equal x:
     nodes of a ring with chords agree on the mean; a multiplier sums residuals.  [BF Eq. 2-5]"""
@@ -2267,6 +2283,10 @@ def test_tables_of_the_record():
         found = (f'| {i} | {np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | '
                  f'{mh:.2f} | {update:.2f} |')
         assert found in results, found
+    told = re.findall(r'\d\.\d\d+', results)
+    told += [f'{float(x):.{n}f}' for x in told for n in (2, 3)]
+    figures = set(re.findall(r'(?<![\d.])\d\.\d\d+(?![\d.])', readme.partition('## Your own')[0]))
+    assert figures <= {*told}, figures - {*told}
 
 @wants('scipy')
 def test_pictures_of_the_texts():
@@ -2660,6 +2680,18 @@ def test_meta_device(tmp_path):
                     optimizer.step()
                 except RuntimeError as error:
                     raise AssertionError(f'{script.SCRIPT} {settings}: {error}')
+
+def test_one_graph(tmp_path):
+    """--compile makes one graph of each script's model."""
+    for script in SCRIPTS:
+        with QUIET:
+            _, c = script.parse(short_run(script, tmp_path, *CPU))
+            c = dataclasses.replace(c, random_tokens=3) if script is detr else c
+            data = script.load_data(c)
+            model, batch = script.make_model(c, data), script.get_batch(data, c, 0, 0, 'cpu')
+        inputs = batch[:2] if script in (gpt, detr) else batch[:1]
+        found = torch._dynamo.explain(model)(*inputs)
+        assert found.graph_count <= 1, (script.SCRIPT, found.break_reasons)
 
 @unittest.skipUnless(DEVICE.startswith('cuda'), 'no CUDA GPU is here')
 def test_cuda(tmp_path):
