@@ -272,7 +272,7 @@ class Config:
     # machine
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
-    threads: int = 0               # CPU threads; 0: up to four
+    threads: int = 1               # CPU threads; 0: up to four, which pays for larger models
     log_interval: int = 50         # steps between lines of progress
     resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
@@ -1253,7 +1253,7 @@ def report(c, model, log, folder, data):
     """Print the result beside a baseline's; draw the run and what it finds in four images."""
     n = min(len(data.val), c.eval_rows or 200)
     guess = chance([data.val.target(row) for row in range(n)])
-    print(f'\nresult  AP {log[-1]["AP"]:.3f}, AP50 {log[-1]["AP50"]:.3f}; '
+    print(f'\nresult  AP {log[-1]["AP"]:.3f}, AP50 {log[-1]["AP50"]:.3f} on {n} images; '
           f"another image's objects get {guess['AP']:.3f}, {guess['AP50']:.3f}")
     draw(folder / 'curves.png', {c.variant: log}, [
         ('loss: training, dashed: validation', 'loss', 'val_loss'),
