@@ -874,8 +874,8 @@ def set_loss(outputs, targets, c):
     layers = [outputs, *outputs['aux_outputs']]  # the last one first
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
-    labels = torch.cat([target['labels'] for target in targets])  # (T,)
-    true_boxes = torch.cat([target['boxes'] for target in targets])  # (T, 4)
+    labels, true_boxes = [torch.cat([target[name] for target in targets]).to(logits.device)
+                          for name in ('labels', 'boxes')]  # (T,), (T, 4)
     counts = [len(target['labels']) for target in targets]
     layer, image, query, truth = match_batch(logits, boxes, labels, true_boxes, counts, c)
     places = layer, image, query
@@ -1044,7 +1044,8 @@ READERS = ThreadPoolExecutor()
 
 def load_batch(dataset, keys, device):
     """keys [(row, rng), ...] of dataset.example -> images (B, 3, H, W), zero-padded at the right
-    and bottom if they differ in size; mask (B, H, W), True on these zeros, or None; targets."""
+    and bottom if they differ in size; mask (B, H, W), True on these zeros, or None; and targets,
+    on the CPU."""
     # photos are decoded in parallel; drawing in threads is slower
     read = READERS.map if isinstance(dataset, CocoFolder) else map
     images, targets = zip(*read(lambda key: dataset.example(*key), keys))
@@ -1055,9 +1056,6 @@ def load_batch(dataset, keys, device):
         _, h, w = x.shape
         batch[i, :, :h, :w] = x
         mask[i, :h, :w] = False
-    for target in targets:
-        for name in ('labels', 'boxes'):
-            target[name] = target[name].to(device)
     return batch.to(device), mask.to(device) if mask.any() else None, targets
 
 @functools.lru_cache(2)
@@ -1148,9 +1146,9 @@ def train(c, folder=None, data=None):
           f'data    {getattr(data, "about", "your own")}\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
-    batches = prefetch(lambda step: [get_batch(data, c, step, micro, device)
+    batches = prefetch(lambda step: [get_batch(data, c, step, micro, 'cpu')
                                      for micro in range(RANK, c.grad_accum_steps, WORLD)],
-                       range(start, c.max_iters))
+                       range(start, c.max_iters), device)
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
@@ -1321,16 +1319,20 @@ def mixed_precision(device, dtype):
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-def prefetch(make, steps):
-    """Yield make(step) for each step. A thread makes the next while the caller works."""
+def prefetch(make, steps, device):
+    """Yield make(step), a list of batches on the CPU, for each step, with their tensors on device.
+    A thread makes the next while the caller works."""
+    def moved(future):
+        return [[x.to(device) if torch.is_tensor(x) else x for x in batch]
+                for batch in future.result()]
     with ThreadPoolExecutor(1) as thread:
         coming = None
         for step in steps:
             ready, coming = coming, thread.submit(make, step)
             if ready:
-                yield ready.result()
+                yield moved(ready)
         if coming:
-            yield coming.result()
+            yield moved(coming)
 
 def count(model):
     """Number of trainable parameters."""

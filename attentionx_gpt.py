@@ -606,9 +606,9 @@ def train(c, folder=None, data=None):
           f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
-    batches = prefetch(lambda step: [get_batch(data, c, step, micro, device)
+    batches = prefetch(lambda step: [get_batch(data, c, step, micro, 'cpu')
                                      for micro in range(RANK, c.grad_accum_steps, WORLD)],
-                       range(start, c.max_iters))
+                       range(start, c.max_iters), device)
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
@@ -741,16 +741,20 @@ def mixed_precision(device, dtype):
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-def prefetch(make, steps):
-    """Yield make(step) for each step. A thread makes the next while the caller works."""
+def prefetch(make, steps, device):
+    """Yield make(step), a list of batches on the CPU, for each step, with their tensors on device.
+    A thread makes the next while the caller works."""
+    def moved(future):
+        return [[x.to(device) if torch.is_tensor(x) else x for x in batch]
+                for batch in future.result()]
     with ThreadPoolExecutor(1) as thread:
         coming = None
         for step in steps:
             ready, coming = coming, thread.submit(make, step)
             if ready:
-                yield ready.result()
+                yield moved(ready)
         if coming:
-            yield coming.result()
+            yield moved(coming)
 
 def count(model):
     """Number of trainable parameters."""

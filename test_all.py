@@ -2532,17 +2532,19 @@ def test_prefetch():
     made = []
     def make(step):
         made.append(step)
-        return 1 / (9 - step)
-    batches = gpt.prefetch(make, range(5, 12))
+        return [(torch.tensor(1 / (9 - step)), step)]
+    batches = gpt.prefetch(make, range(5, 12), 'meta')
     for step in range(5, 9):
-        assert next(batches) == 1 / (9 - step)
+        (x, number), = next(batches)
+        assert x.is_meta and number == step, (x, number)
         until = time.time() + 5
         while len(made) < step - 3 and time.time() < until:
             time.sleep(0.001)
         assert made == [*range(5, step + 2)], (step, made)
     with unittest.TestCase().assertRaises(ZeroDivisionError):
         next(batches)
-    assert [*gpt.prefetch(str, range(3))] == ['0', '1', '2'] and not [*gpt.prefetch(str, [])]
+    few = gpt.prefetch(lambda step: [(step,)], range(3), 'cpu')
+    assert [*few] == [[[0]], [[1]], [[2]]] and not [*gpt.prefetch(make, [], 'cpu')]
 
 def test_float16_starts_with_gradients():
     """In owt-124m, at most a few gradients of the 50,304 logits are zeros at the start."""
