@@ -2018,7 +2018,7 @@ def test_mask_stopped_in_either_stage(tmp_path):
         line = end.out.splitlines()[-1]
         assert end.code == 130 and f'from step {step}: ' in line, (i, line)
         words = shlex.split(line.partition('.py ')[2]) if i % 2 else [*flags, '--resume']
-        end = run(mask, *words, '--out-dir', out)
+        end = run(mask, *words, *CPU, '--out-dir', out)
         assert end.code == 0 and f'from step {step}' in end.out, (i, end)
         assert same(load(end.result['folder'] / 'ckpt.pt')['model'], whole), i
         assert len([*out.glob('*/*')]) == 1, [*out.glob('*/*')]
