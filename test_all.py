@@ -102,9 +102,14 @@ def tiny(script, path, *more):
 def quick_report():
     """Pictures are empty files, and a ViT is compared with no linear model: both would take longer
     than a short run."""
-    with (patch.object(vit, 'linear_accuracy', lambda data, c: 0.5),
-          patch('matplotlib.figure.Figure.savefig', lambda picture, path, **how: path.touch())):
+    with contextlib.ExitStack() as patches:
+        for script in SCRIPTS:
+            patches.enter_context(patch.object(script, 'picture', no_picture))
+        patches.enter_context(patch.object(vit, 'linear_accuracy', lambda data, c: 0.5))
         yield
+
+def no_picture(path, paint, **size):
+    path.touch()
 
 def run(script, *argv, report=quick_report):
     """script.main(argv) in this process -> its exit code, stdout, stderr and result."""
@@ -2330,6 +2335,7 @@ def test_pasted_into_a_notebook(tmp_path):
         module = types.ModuleType('cell')
         with patch.dict(sys.modules, cell=module), patch.dict(os.environ, variables):
             exec(source(script), module.__dict__)
+        module.picture = no_picture
         assert (module.WORLD, module.RANK) == (1, 0), (script.SCRIPT, variables)
         if variables == left[0]:
             assert done(module, *short_run(script, tmp_path, '--max-iters', 2))['step'] == 2
@@ -2592,7 +2598,7 @@ def test_not_finite(tmp_path):
 
 def test_killed(tmp_path):
     """SIGKILL at any moment, then --resume: the weights of a run that nobody disturbed."""
-    flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 200, '--eval-interval', 20)
+    flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 120, '--eval-interval', 20)
     out = tmp_path / 'part'
     part = subprocess.Popen([sys.executable, gpt.__file__, *flags, '--out-dir', str(out)],
                             stdout=subprocess.DEVNULL)
@@ -2601,7 +2607,7 @@ def test_killed(tmp_path):
         time.sleep(0.01)
     time.sleep(0.15)
     part.kill()
-    assert part.wait() == -signal.SIGKILL and checkpoint(gpt, out)['progress'][0] < 200
+    assert part.wait() == -signal.SIGKILL and checkpoint(gpt, out)['progress'][0] < 120
     for more in ['--resume', '--out-dir', out], []:
         done(gpt, *flags, *more)
     assert same(checkpoint(gpt, out)['model'], checkpoint(gpt, tmp_path / 'out')['model'])
