@@ -31,7 +31,7 @@ one d x d Cholesky factor per head.
     python admm_detr.py --cross-attention softmax      # the baseline
     python admm_detr.py --resume                       # continue the last run
     python admm_detr.py detect --images photo.jpg      # what the last run finds in photos
-    python admm_detr.py --preset finetune              # detr-r50 with its attention replaced
+    python admm_detr.py --preset finetune              # detr-r50, its cross-attention replaced
     python admm_detr.py --preset paper                 # OA's recipe: 300 epochs of COCO train2017
     python experiments/compare.py admm_detr --table 1  # the paper's tables: 1 and 2
 
@@ -55,7 +55,6 @@ import csv
 import functools
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -77,7 +76,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'admm_detr'
-TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+TORCHRUN = all(os.environ.get(name)  # elsewhere, some of them may be left over
+               for name in ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT'))
 WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
 RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
@@ -96,8 +96,8 @@ def without_self(x, is_self):
     diagonal = torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device)
     return x.masked_fill(diagonal, 0)
 
-def soft(v, t):
-    """tau_t, the proximal operator of t |.|: it moves v towards zero by t, but never past it."""
+def soft_threshold(v, t):
+    """The proximal operator of t |.|: it moves v towards zero by t, but never past it."""
     return F.relu(v - t) - F.relu(-v - t)
 
 def ridge_matrix(k, e):
@@ -107,7 +107,7 @@ def ridge_matrix(k, e):
     [deviation] OA adds random jitter r to K^T K; a Cholesky factor with e I needs none.
     """
     eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
-    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + e * eye)  # K^T K + e I >= e I: it exists
+    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + e * eye)  # _ex: no check, which waits
     return torch.cholesky_solve(k.mT, factor)
 
 def vanilla_inverse(k, e):
@@ -115,37 +115,38 @@ def vanilla_inverse(k, e):
     eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
     return torch.linalg.inv_ex(k @ k.mT + e * eye)[0]
 
-def lasso(q, k, c, is_self=False, vanilla=False, relax=1.6):
+def lasso(q, k, c, is_self=False, vanilla=False):
     """argmin_x ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, by over-relaxed ADMM  [OA Eq. 2]
 
     -> x (B, nh, Q, N), >= 0 if c.positive. Tokens that are zero get 0; with is_self, so does the
     query itself. [deviation] OA zeroes that entry in x; we zero it in z, where (3b) keeps the
-    constraint x_ii = 0, so that ADMM still converges. [choice] relax: with 1, ADMM is OA's, not
-    over-relaxed. `vanilla` takes the N x N inverse: the same x up to rounding.  [OA Eq. 3]
+    constraint x_ii = 0, so that ADMM still converges. [choice] OA's is not over-relaxed. `vanilla`
+    takes the N x N inverse: the same x up to rounding.  [OA Eq. 3]
     """
-    lam, step, penalty = scales(q, k, c, is_self)  # lambda, rho, e
-    threshold = lam / (2 * step)  # (B, nh, Q, 1)
+    lam, rho, e = scales(q, k, c, is_self)
+    threshold = lam / (2 * rho)  # (B, nh, Q, 1)
     if vanilla:
-        inverse, products = vanilla_inverse(k, step), q @ k.mT
-        regress = lambda w: (products + step * w) @ inverse
+        inverse, products = vanilla_inverse(k, rho), q @ k.mT
+        regress = lambda w: (products + rho * w) @ inverse
     else:  # the same, as q K^T + rho w = w (K K^T + rho I) + (q - w K) K^T
-        P = ridge_matrix(k, step)
+        P = ridge_matrix(k, rho)
         regress = lambda w: w + (q - w @ k) @ P
 
     def prox(v):
-        z = F.relu(v - threshold) if c.positive else soft(v, threshold)
-        return without_self(z / (1 + penalty / step), is_self)
+        z = F.relu(v - threshold) if c.positive else soft_threshold(v, threshold)
+        return without_self(z / (1 + e / rho), is_self)
 
     z = u = v = q.new_zeros(*q.shape[:-1], k.size(-2))  # (B, nh, Q, N)
     for _ in range(c.iterations):
         x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
-        v = torch.add(v, x - z, alpha=relax)  # v was z + u; now it is relax x + (1 - relax) z + u
+        v = torch.add(v, x - z, alpha=1.6)  # z + u becomes 1.6 x - 0.6 z + u; ADMM has x + u
         z = prox(v)         # (3b): argmin lambda ||z||_1 + e ||z||^2 + rho ||z - v||^2
-        u = v - z           # (3c): the running sum of x - z, the scaled dual of x = z
-    return torch.where(threshold > 0, z, 0)  # lambda is 0 where no token points towards q
+        u = v - z           # (3c): the scaled dual variable of x = z
+    # lambda is 0, too, where no token points towards q: the best x is 0
+    return torch.where((threshold > 0) | (c.sparsity == 0), z, 0)
 
 def scales(q, k, c, is_self=False):
-    """lam (B, nh, Q, 1), step and penalty (B, nh, 1, 1): what --sparsity, --rho and --ridge mean.
+    """lambda (B, nh, Q, 1), rho and e (B, nh, 1, 1): what --sparsity, --rho and --ridge mean.
 
     [choice] sparsity is a share of 2 max |K q|, the smallest lambda that makes a query's x zero;
     rho and ridge are in units of the mean eigenvalue of K^T K. So scaling q or k only scales x.
@@ -157,19 +158,21 @@ def scales(q, k, c, is_self=False):
     return lam, c.rho * mean, c.ridge * mean
 
 def mean_eigenvalue(k):
-    """trace(K^T K) / hs  (B, nh, 1, 1)."""
-    return (k.square().sum((-2, -1), keepdim=True) / k.size(-1)).clamp_min(1e-8)
+    """Of K^T K  (B, nh, 1, 1)."""
+    trace = k.square().sum((-2, -1), keepdim=True)
+    return (trace / k.size(-1)).clamp_min(1e-8)
 
 @torch.compiler.assume_constant_result  # the generator would break --compile's graph
-def seeded(draw, seed, *shape):
-    """Random numbers on the CPU, the same in every call."""
-    return draw(shape, generator=torch.Generator().manual_seed(seed))
+def gaussian(n, channels):
+    """Random tokens (n, channels), drawn on the CPU, the same in every call."""
+    return torch.randn(n, channels, generator=torch.Generator().manual_seed(0))
 
-def sharpen(x, power=5):
-    """x^5 / sum |x^5|, but rows of zeros stay zero, and tiny ones fade to zero.  [OA Sec. 3]"""
+def sharpen(x, power):
+    """x^power / sum |x^power|, but rows of zeros stay zero, and tiny ones fade to zero. OA's power
+    is 5.  [OA Sec. 3]"""
     if not power:
         return x
-    # scaled first, so that neither x^5 underflows nor its gradient blows up
+    # scaled first, so that neither the power underflows nor its gradient blows up
     largest = x.detach().abs().amax(-1, keepdim=True)
     y = (x / largest.clamp_min(1e-6)) ** power
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # at least 1, except in tiny rows
@@ -186,7 +189,7 @@ def dictionary(k, padding, centre=False, random_tokens=0):
     if centre:
         mean = k.sum(2, keepdim=True) / (~padding).sum(2, keepdim=True)
         k = (k - mean).masked_fill(padding, 0)
-    extra = seeded(torch.randn, 0, random_tokens, k.size(-1)).to(k)  # (n, hs)
+    extra = gaussian(random_tokens, k.size(-1)).to(k)  # (n, hs)
     return torch.cat([k, extra.expand(*k.shape[:2], -1, -1)], dim=2)  # (B, nh, N + n, hs)
 
 def softmax(q, k, padding, is_self, c):
@@ -202,7 +205,7 @@ def l2(q, k, padding, is_self, c):
     return sharpen(x, c.power)[..., :k.size(2)]
 
 def admm(q, k, padding, is_self, c, vanilla=False):
-    """argmin ||q - x^T K||^2 + lambda ||x||_1, sharpened.  [OA Eq. 2]"""
+    """argmin ||q - x^T K||^2 + lambda ||x||_1 + e ||x||^2, sharpened; OA has e = 0.  [OA Eq. 2]"""
     tokens = dictionary(k, padding, c.centre, c.random_tokens)
     x = lasso(q, tokens, c, is_self, vanilla)
     return sharpen(x, c.power)[..., :k.size(2)]
@@ -225,7 +228,7 @@ class Config:
     cross_attention: str = 'admm'    # of its queries to the image
     solve_over: str = 'key'        # what rebuilds a query: the tokens' key or value
     out_proj: bool = False         # an output projection for attention without weights, too
-    iterations: int = 4            # of ADMM; without a ridge: many more, and a smaller --rho
+    iterations: int = 4            # of ADMM; --ridge 0 needs many more, and a smaller --rho
     sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
     rho: float = 3.0               # of ADMM, in mean eigenvalues of K^T K; best near --ridge
     power: int = 3                 # x to this power, normalised; 0: x as it is; OA uses 5
@@ -233,7 +236,7 @@ class Config:
     # [choice] not in OA: they make the problem easier (see experiments/results.md)
     ridge: float = 3.0             # e of e ||x||^2, in mean eigenvalues; l2 has no other penalty
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
-    centre: bool = True            # tokens less their mean, which is most of K^T K and says little
+    centre: bool = True            # subtract the tokens' mean, which dominates K^T K
     # model
     backbone: str = 'small'        # small: convolutions with GroupNorm; resnet50
     stride: int = 8                # pixels per token of the small backbone: 4, 8, 16, 32
@@ -263,7 +266,7 @@ class Config:
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
     schedule: str = 'cosine'       # cosine, or step: constant, then a tenth
     warmup_iters: int = 100
-    warmdown_iters: int = 0        # steps at the end: at a tenth of the rate
+    warmdown_iters: int = 0        # schedule step: steps at the end, at a tenth of the rate
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations, and between checkpoints
@@ -304,7 +307,7 @@ OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.01, iterations
 PRESETS = {
     'tiny': {},
     't4': dict(batch_size=16, grad_accum_steps=2, max_iters=6000, eval_interval=500),
-    # 1 GiB of memory per image. [choice] all but the weights and DETR's settings
+    # takes 1 GiB of memory per image. [choice] every setting but DETR's own
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pth', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
@@ -390,7 +393,7 @@ class SmallBackbone(nn.Sequential):
 
 def sine_positions(padding, channels):
     """padding (B, h, w), True outside the image -> (B, h w, channels), y's half first, then x's:
-    sines and cosines, interleaved, of positions from 0 to 2 pi times rates from 1 to 1/10000."""
+    sines and cosines, interleaved, of positions from 0 to 2 pi, at rates from 1 towards 1/10000."""
     rate = 10000 ** -(torch.arange(channels // 4, device=padding.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
@@ -540,7 +543,7 @@ class DETR(nn.Module):
 @torch.no_grad()
 def init_weights(model, seed):
     """Initialise parameters as DETR does, each from its own generator: those that variants
-    share start equal. Norms, and any parameter you add, keep the values they were made with."""
+    share start equal. Norms, and any bare nn.Parameter you add, keep their values."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(f'{seed} {name}'.encode()))
         module = model.get_submodule(name.rpartition('.')[0])
@@ -637,10 +640,7 @@ class Drawings:
 def read_photo(path, size=None):
     """A photo as Pillow's RGB image. It is turned upright as its EXIF says, unless it already has
     the `size` (width, height) in its annotations: those of COCO ignore EXIF."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ImportError('photos need `pip install pillow`')
+    from PIL import Image, ImageOps  # matplotlib brings Pillow
     try:
         with Image.open(path) as photo:
             if photo.size != size:
@@ -661,7 +661,7 @@ def to_tensor(photo, image_size, share=1.0):
     or less where the longer would exceed 5/3 of image_size, as DETR's 1333 for 800."""
     short, long = sorted(photo.size)
     largest = 5 * image_size // 3 * short / long
-    side = max(1, round(min(round(image_size * share), largest)))
+    side = max(1, round(min(image_size * share, largest)))
     other = int(side * long / short)
     size = (side, other) if photo.width < photo.height else (other, side)
     x = np.asarray(photo.resize(size, 2), np.float32) / 255  # 2: bilinear
@@ -691,9 +691,9 @@ class CocoFolder:
                 if not min(image['width'], image['height']) > 0:
                     fail(f'{self.path}: {image["file_name"]} has no width or no height')
                 file = image['file_name'].replace('\\', '/')  # written on Windows
-                places = folder / name / file, folder / file  # some name the folder, too
-                image['path'] = next(filter(Path.exists, places), None)
-                if not image['path']:
+                path = folder / name / file
+                image['path'] = path if path.exists() else folder / file  # some name the folder
+                if not image['path'].exists():
                     fail(f'{folder / name} has no {file}')
                 image.update(annotations=[], labels=[], boxes=[])
             self.add_annotations(content['annotations'], images, names)
@@ -831,29 +831,29 @@ def match(cost):
     except ImportError:
         return assign(cost)
 
-def corners(boxes):
+def box_cxcywh_to_xyxy(boxes):
     """Centre and size (..., 4) -> left, top, right, bottom."""
     centre, size = boxes.chunk(2, -1)
     return torch.cat([centre - size / 2, centre + size / 2], -1)
 
-def generalised_iou(a, b):
+def generalized_box_iou(a, b):
     """IoU of boxes (..., 4), less the empty share of the smallest box around both; broadcasts."""
     area = lambda low, high: (high - low).clamp_min(0).prod(-1)
-    a0, a1 = corners(a).chunk(2, -1)
-    b0, b1 = corners(b).chunk(2, -1)
+    a0, a1 = box_cxcywh_to_xyxy(a).chunk(2, -1)
+    b0, b1 = box_cxcywh_to_xyxy(b).chunk(2, -1)
     intersection = area(torch.maximum(a0, b0), torch.minimum(a1, b1))
     union = area(a0, a1) + area(b0, b1) - intersection
     around = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
     return intersection / union.clamp_min(1e-30) - (around - union) / around.clamp_min(1e-30)
 
 @torch.no_grad()
-def match_batch(logits, boxes, labels, true_boxes, counts, c):
+def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
     """The cheapest pairing of queries with objects, for each image and layer separately.
     logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects,
     image by image; counts of each -> indices of layer, image, query and object, each (pairs,)."""
     boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
     distance = (boxes - true_boxes).abs().sum(-1)  # (L, B, Q, T)
-    giou = generalised_iou(boxes, true_boxes)
+    giou = generalized_box_iou(boxes, true_boxes)
     probability = logits.softmax(-1)[..., labels]
     cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - probability
     cost = cost.nan_to_num().cpu().numpy()  # the loss will say if something is not finite
@@ -874,40 +874,39 @@ def set_loss(outputs, targets, c):
     layers = [outputs, *outputs['aux_outputs']]  # the last one first
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
-    labels, true_boxes = [torch.cat([target[name] for target in targets]).to(logits.device)
-                          for name in ('labels', 'boxes')]  # (T,), (T, 4)
+    labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
+    true_boxes = torch.cat([target['boxes'] for target in targets]).to(logits.device)  # (T, 4)
     counts = [len(target['labels']) for target in targets]
-    layer, image, query, truth = match_batch(logits, boxes, labels, true_boxes, counts, c)
+    layer, image, query, truth = hungarian_match(logits, boxes, labels, true_boxes, counts, c)
     places = layer, image, query
     no_object = logits.size(-1) - 1
     classes = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
     classes[places] = labels[truth]
-    weight = torch.where(classes == no_object, c.eos_coef, 1.0)
-    entropy = weight * F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
+    class_weight = torch.where(classes == no_object, c.eos_coef, 1.0)
+    loss_ce = class_weight * F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
     boxes, true_boxes = boxes[places], true_boxes[truth]  # (pairs, 4)
-    distance = (boxes - true_boxes).abs()  # (pairs, 4)
-    gap = 1 - generalised_iou(boxes, true_boxes)  # (pairs,)
+    loss_bbox = (boxes - true_boxes).abs()  # (pairs, 4)
+    loss_giou = 1 - generalized_box_iou(boxes, true_boxes)  # (pairs,)
 
     # divisors: the summed class weights (1, or eos_coef for no-object), the number of objects
     matched = sum(min(n, c.num_queries) for n in counts)
-    weights = matched + c.eos_coef * (len(counts) * c.num_queries - matched)
-    objects = max(1, sum(counts))
-    loss = (entropy.sum() / weights + c.bbox_loss_coef * (distance.sum() / objects)
-            + c.giou_loss_coef * (gap.sum() / objects))
-    with torch.no_grad():  # the rest is only looked at
-        last = layer == 0  # (pairs,)
-        right = (logits[places].argmax(-1) == labels[truth]) & last
-        return dict(loss=loss, loss_ce=entropy[0].sum() / weights,
-                    loss_bbox=(distance.sum(-1) * last).sum() / objects,
-                    loss_giou=(gap * last).sum() / objects,
-                    class_error=100 * (1 - right.sum() / max(1, matched)))
+    total_weight = matched + c.eos_coef * (len(counts) * c.num_queries - matched)
+    num_boxes = max(1, sum(counts))
+    loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
+            + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
+    last = layer == 0  # (pairs,)
+    right = (logits[places].argmax(-1) == labels[truth]) & last
+    return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
+                loss_bbox=(loss_bbox.sum(-1) * last).sum() / num_boxes,
+                loss_giou=(loss_giou * last).sum() / num_boxes,
+                class_error=100 * (1 - right.sum() / max(1, matched)))
 
 @torch.no_grad()
 def post_process(outputs, targets):
     """What each query finds, in COCO's json form: its likeliest class other than no-object, and
     its box (left, top, width, height) in pixels of the original."""
     scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)  # (B, Q)
-    boxes = corners(outputs['pred_boxes'])  # (B, Q, 4)
+    boxes = box_cxcywh_to_xyxy(outputs['pred_boxes'])  # (B, Q, 4)
     found = []
     for i, target in enumerate(targets):
         h, w = target['orig_size']
@@ -919,42 +918,39 @@ def post_process(outputs, targets):
     return found
 
 IOUS = np.linspace(0.5, 0.95, 10)  # a box is right if it has this IoU with an object
-PRECISIONS = ('AP', 'AP50', 'AP75', 'APs', 'APm', 'APl')  # of the twelve numbers, what we log
 AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]  # of all, small, ...
 
-def iou(one, true):
+def iou(detection, true_box):
     """IoU of two boxes or, where the second is a crowd, the share of the first inside it."""
-    x, y, w, h = one['bbox']
-    X, Y, W, H = true['bbox']
+    x, y, w, h = detection['bbox']
+    X, Y, W, H = true_box['bbox']
     width = max(0, min(x + w, X + W) - max(x, X))
     height = max(0, min(y + h, Y + H) - max(y, Y))
     intersection = width * height
-    union = w * h if true['iscrowd'] else w * h + W * H - intersection
+    union = w * h if true_box['iscrowd'] else w * h + W * H - intersection
     return intersection / max(union, 1e-99)
 
 def compare_boxes(truth, detections):
-    """-> (rank, area, ious) of each detection, the highest-scoring first: its rank in its image,
-    where 100 are kept; its area; its IoU with each true box there, {index in truth: IoU}."""
+    """-> (area, ious) of each detection, the highest-scoring first and at most 100 in an image:
+    its area; its IoU with each true box there, {index in truth: IoU}."""
     indices = defaultdict(list)  # of the true boxes in each image
-    for i, true in enumerate(truth):
-        indices[true['image_id']].append(i)
-    compared, ranks = [], Counter()
-    for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
-        image = one['image_id']
-        if ranks[image] < 100:
-            _, _, w, h = one['bbox']
-            ious = {i: iou(one, truth[i]) for i in indices[image]}
-            compared.append((ranks[image], w * h, ious))
-        ranks[image] += 1
+    for i, true_box in enumerate(truth):
+        indices[true_box['image_id']].append(i)
+    compared, kept = [], Counter()
+    for detection in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
+        image = detection['image_id']
+        kept[image] += 1
+        if kept[image] <= 100:
+            _, _, w, h = detection['bbox']
+            compared.append((w * h, {i: iou(detection, truth[i]) for i in indices[image]}))
     return compared
 
 def right_or_wrong(compared, truth, counts, threshold, low, high):
-    """compared: what compare_boxes returns; counts: whether each true box counts -> rank, and
-    whether it is correct, of each detection that counts. A detection is correct if it claims a true
-    box that none before it has claimed."""
-    claimed, verdicts = set(), []
-    for rank, area, ious in compared:
-        candidates = [i for i, share in ious.items() if share >= threshold and i not in claimed]
+    """compared: what compare_boxes returns; counts: whether each true box counts -> whether each
+    detection that counts is correct: it claims a true box that none before it has claimed."""
+    claimed, correct = set(), []
+    for area, ious in compared:
+        candidates = [i for i, overlap in ious.items() if overlap >= threshold and i not in claimed]
         it_counts = low <= area <= high
         if candidates:  # boxes that count come first, then the highest IoU, then the last one
             best = max(candidates, key=lambda i: (counts[i], ious[i], i))
@@ -962,8 +958,8 @@ def right_or_wrong(compared, truth, counts, threshold, low, high):
             if not truth[best]['iscrowd']:  # many detections may match a crowd
                 claimed.add(best)
         if it_counts:
-            verdicts.append((rank, bool(candidates)))
-    return np.array(verdicts, dtype=int).reshape(-1, 2).T
+            correct.append(bool(candidates))
+    return np.array(correct, dtype=int)
 
 def average_precision(correct, wanted):
     """correct: of each detection, the highest-scoring first; wanted: how many objects there are
@@ -975,35 +971,31 @@ def average_precision(correct, wanted):
     return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 def coco_ap(ground_truth, detections):
-    """COCO's twelve numbers, nan where there is nothing to find, from COCO's json form.
+    """COCO's six average precisions, nan where there is nothing to find, from COCO's json form.
 
     ground_truth: {annotations: [{image_id, category_id, bbox, area, iscrowd}]}; detections:
     [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. An area that
     is missing or 0 is width x height. pycocotools gives the same, but -1 for nan, and never matches
     annotation id 0."""
     truth, found = defaultdict(list), defaultdict(list)  # by category
-    for true in ground_truth['annotations']:
-        area = true.get('area') or true['bbox'][2] * true['bbox'][3]
-        true = dict(true, area=area, iscrowd=true.get('iscrowd') or 0)
-        truth[true['category_id']].append(true)
-    for one in detections:
-        found[one['category_id']].append(one)
-    scores = np.full((4, len(AREAS), len(IOUS), len(truth)), np.nan)
+    for annotation in ground_truth['annotations']:
+        area = annotation.get('area') or annotation['bbox'][2] * annotation['bbox'][3]
+        crowd = annotation.get('iscrowd') or 0
+        truth[annotation['category_id']].append(dict(annotation, area=area, iscrowd=crowd))
+    for detection in detections:
+        found[detection['category_id']].append(detection)
+    AP = np.full((len(AREAS), len(IOUS), len(truth)), np.nan)
     for k, category in enumerate(sorted(truth)):
         boxes = truth[category]
         compared = compare_boxes(boxes, found[category])
         for a, (low, high) in enumerate(AREAS):
-            counts = [low <= true['area'] <= high and not true['iscrowd'] for true in boxes]
+            counts = [low <= box['area'] <= high and not box['iscrowd'] for box in boxes]
             n = sum(counts)
             if n:
                 for t, threshold in enumerate(IOUS):
-                    rank, correct = right_or_wrong(compared, boxes, counts, threshold, low, high)
-                    recalls = [correct[rank < most].sum() / n for most in (1, 10, 100)]
-                    scores[:, a, t, k] = [average_precision(correct, n), *recalls]
-    AP, AR1, AR10, AR100 = scores  # each (areas, IoUs, categories)
-    figures = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3],
-                   AR1=AR1[0], AR10=AR10[0], AR100=AR100[0],
-                   ARs=AR100[1], ARm=AR100[2], ARl=AR100[3])
+                    correct = right_or_wrong(compared, boxes, counts, threshold, low, high)
+                    AP[a, t, k] = average_precision(correct, n)
+    figures = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3])
     for name, x in figures.items():
         figures[name] = math.nan if np.isnan(x).all() else float(np.nanmean(x))
     return figures
@@ -1049,7 +1041,7 @@ def load_batch(dataset, keys, device):
     # photos are decoded in parallel; drawing in threads is slower
     read = READERS.map if isinstance(dataset, CocoFolder) else map
     images, targets = zip(*read(lambda key: dataset.example(*key), keys))
-    _, H, W = np.max([x.shape for x in images], axis=0)
+    H, W = max(x.size(1) for x in images), max(x.size(2) for x in images)
     batch = torch.zeros(len(images), 3, H, W)
     mask = torch.ones(len(images), H, W, dtype=torch.bool)
     for i, x in enumerate(images):
@@ -1078,10 +1070,10 @@ def loss_of(model, batch, c):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Losses, the parts of the last decoder layer's by DETR's names, and average precision on
+    """The loss, its parts in the last decoder layer by DETR's names, and average precision on
     validation images."""
     n = min(len(data.val), c.eval_rows or len(data.val))
-    means, truth, detections = Counter(), [], []
+    means, truth, detections = defaultdict(float), [], []
     for first in range(0, n, c.batch_size):
         keys = [(row, None) for row in range(first, min(first + c.batch_size, n))]
         images, mask, targets = load_batch(data.val, keys, device)
@@ -1091,8 +1083,8 @@ def evaluate(model, data, c, device):
         for target in targets:
             truth += target['annotations']
         detections += post_process(outputs, targets)
-    figures = coco_ap(dict(annotations=truth), detections)
-    return dict(val_loss=means.pop('loss'), **means, **{name: figures[name] for name in PRECISIONS})
+    return dict(val_loss=means.pop('loss'), **means,
+                **coco_ap(dict(annotations=truth), detections))
 
 def learning_rate(step, c, ratio=1.0):
     """The rate of a step, counted from 0: it rises linearly, then falls. ratio scales it all."""
@@ -1109,7 +1101,7 @@ def learning_rate(step, c, ratio=1.0):
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
-    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
+    float16 overflows: the scaler then skips the step and halves its scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -1146,9 +1138,10 @@ def train(c, folder=None, data=None):
           f'data    {getattr(data, "about", "your own")}\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
-    batches = prefetch(lambda step: [get_batch(data, c, step, micro, 'cpu')
-                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
-                       range(start, c.max_iters), device)
+    def make(step):  # this process's share of a step's micro-batches
+        return [get_batch(data, c, step, micro, 'cpu')
+                for micro in range(RANK, c.grad_accum_steps, WORLD)]
+    batches = prefetch(make, range(start, c.max_iters), device)
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
@@ -1207,7 +1200,8 @@ def find(model, image, target, threshold):
     x, _ = attn.attend(*attn.heads(*inputs[:3]))  # (1, nh, Q, N)
     found = post_process(outputs, [target])  # one for each query
     highest = np.argmax([one['score'] for one in found])
-    seen = x[0, :, highest].abs().mean(0).view(1, 1, *outputs['grid'])  # the mean of the heads
+    seen = x[0, :, highest].abs().mean(0)  # (N,), the mean of the heads
+    seen = seen.view(1, 1, *outputs['grid'])
     attention_map = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
     found = [one for one in found if one['score'] >= threshold]
     found.sort(key=lambda one: -one['score'])
@@ -1249,7 +1243,7 @@ def chance(targets):
 
 def report(c, model, log, folder, data):
     """Print the result beside a baseline's; draw the run and what it finds in four images."""
-    n = min(len(data.val), c.eval_rows or 200)
+    n = min(len(data.val), c.eval_rows or len(data.val))
     guess = chance([data.val.target(row) for row in range(n)])
     print(f'\nresult  AP {log[-1]["AP"]:.3f}, AP50 {log[-1]["AP50"]:.3f} on {n} images; '
           f"another image's objects get {guess['AP']:.3f}, {guess['AP50']:.3f}")
@@ -1321,18 +1315,12 @@ def mixed_precision(device, dtype):
 
 def prefetch(make, steps, device):
     """Yield make(step), a list of batches on the CPU, for each step, with their tensors on device.
-    A thread makes the next while the caller works."""
-    def moved(future):
-        return [[x.to(device) if torch.is_tensor(x) else x for x in batch]
-                for batch in future.result()]
+    A thread makes the next while the caller works (and one too many at the end)."""
     with ThreadPoolExecutor(1) as thread:
-        coming = None
+        coming = thread.submit(make, steps.start)
         for step in steps:
-            ready, coming = coming, thread.submit(make, step)
-            if ready:
-                yield moved(ready)
-        if coming:
-            yield moved(coming)
+            batches, coming = coming.result(), thread.submit(make, step + 1)
+            yield [[x.to(device) if torch.is_tensor(x) else x for x in batch] for batch in batches]
 
 def count(model):
     """Number of trainable parameters."""
@@ -1347,27 +1335,24 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT), buffer)
+        torch.save(state, buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, own=False):
-    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
+def load_checkpoint(path):
+    """A checkpoint of any program. Nothing in the file is run."""
+    if not Path(path).is_file():
+        fail(f'{path}: there is no such file')
     try:
         if str(path).endswith('.safetensors'):
             return read_safetensors(Path(path).read_bytes())
-        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
-    except Exception as error:  # no such file, or any of PyTorch's half a dozen
+        return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        if not Path(path).is_file():
-            fail(f'{path}: there is no such file')
         fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
-    if own and saved.get('script') != SCRIPT:
-        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
-    return saved
 
 def read_safetensors(raw):
     """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
@@ -1416,7 +1401,7 @@ def picture(path, paint, **size):
         paint(figure)
         figure.savefig(path)
     except Exception as error:  # a font, or matplotlib's own imports
-        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
+        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
@@ -1436,18 +1421,15 @@ def draw(path, logs, panels):
         axis.legend()
     picture(path, paint, figsize=(5 * len(panels), 4))
 
-def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
-    if RANK:
-        return None  # only the first process writes
-    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
-    for n in itertools.count(1):
-        folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            pass
+def new_folder(c):
+    """Make a new folder, out/SCRIPT/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
+    name, n = f'{c.variant}-s{c.seed}', 1
+    folder = Path(c.out_dir, SCRIPT, name)
+    while folder.exists():
+        n += 1
+        folder = folder.with_name(f'{name}-{n}')
+    folder.mkdir(parents=True)
+    return folder
 
 def read_config(folder):
     """A run's settings, as a dict, which is empty if this script made none in that folder."""
@@ -1463,7 +1445,7 @@ def find_run(given, resume):
     typed = {name: x for name, x in given.items() if name not in MACHINE}
     c = Config(**typed)
     name = f'{c.variant}-s{c.seed}' if resume and typed else ''
-    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = Path(given.get('out_dir', Config.out_dir), SCRIPT).glob(f'{name}*/ckpt.pt')
     runs = [file.parent for file in sorted(runs, key=os.path.getmtime, reverse=True)]
     for wanted in (asdict(c), typed) if name else (typed,):
         for folder in runs:
@@ -1473,18 +1455,15 @@ def find_run(given, resume):
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
-    saved = load_checkpoint(Path(c.folder, name), own=True)
+    saved = load_checkpoint(Path(c.folder, name))
     data = SimpleNamespace(**saved['data'])
     model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    model.load_state_dict(saved['model'])  # fails if you have changed the model since
     return model.eval(), data
 
 def resume_run(c, model, optimizer, scaler, data):
     """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
     for name, x in getattr(data, 'facts', {}).items():
         if saved['data'].get(name) != x:
             fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
@@ -1498,17 +1477,17 @@ def resume_run(c, model, optimizer, scaler, data):
         scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
-def train_and_report(c, where=SCRIPT):
+def train_and_report(c):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    data = load_data(c)
-    folder = Path(c.folder) if c.resume else new_folder(c, where)
-    if RANK == 0:
+    data, folder = load_data(c), None
+    if RANK == 0:  # only the first process writes
+        folder = Path(c.folder) if c.resume else new_folder(c)
         (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        saved = folder / 'ckpt.pt'
-        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        saved = folder and folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved and saved.exists() else 0
         print(f'\nstopped; to continue from step {step}: '
               f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
@@ -1517,14 +1496,14 @@ def train_and_report(c, where=SCRIPT):
     return dict(log[-1], log=log, folder=folder)
 
 def files_and_next(c, folder, field, values, *more):
-    """Lines that end a report: its files, further commands, and one that compares variants."""
+    """Print the end of a report: its files, further commands, and one that compares variants."""
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
     flags = []
     for f in fields(Config):
         value, flag = getattr(c, f.name), f.name.replace('_', '-')
-        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
-            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
-                         else f'--{flag}={value}')
+        if value != f.default and f.name not in (MACHINE - {'max_iters'}) | {'seed', field}:
+            flags.append(f'--{flag}={value}' if f.type is not bool else
+                         f'--{flag}' if value else f'--no-{flag}')
     if Path(PROGRAM).name != f'{SCRIPT}.py':
         flags += ['--with', PROGRAM]
     compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
@@ -1537,7 +1516,7 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # needs a file
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
@@ -1551,8 +1530,7 @@ def parse(argv=None):
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
-    preset = given.pop('preset', 'tiny')
-    given = {**PRESETS[preset], **NEW.get(action, {}), **given}
+    given = {**PRESETS[given.pop('preset', 'tiny')], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
             fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
@@ -1563,12 +1541,13 @@ def parse(argv=None):
     if new and not folder:  # with --resume, there is nothing to resume yet
         if given.get('folder'):
             fail('--folder names a run to --resume; a new run picks its own name')
-        if preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**given)
     if not folder:
-        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
-    config = read_config(folder) or fail(f'{folder} is not a run of {SCRIPT}.py')
+        out = given.get('out_dir', Config.out_dir)
+        fail(f'no run with these settings in {out}/{SCRIPT}: train first')
+    config = read_config(folder)
+    if not config:
+        fail(f'{folder} is not a run of {SCRIPT}.py')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
@@ -1577,7 +1556,7 @@ def parse(argv=None):
                              **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
-    """Do what the command line says -> the resulting figures."""
+    """Do what the command line says -> what the action returns."""
     global PROGRAM
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, 'reconfigure'):  # a notebook's has not
@@ -1609,7 +1588,7 @@ def main(argv=None):
 # --- end of runs
 
 ACTIONS = {'train': train_and_report, 'detect': detect}
-# actions that make a run, with the settings that they stand for; others, and --resume, look for one
+# actions that start a run, and settings they imply; others, and --resume, look for an old one
 NEW = {'train': {}}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things

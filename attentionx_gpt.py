@@ -21,7 +21,7 @@ found, the MLP works token by token, and V - MH is how far a token disagrees wit
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    one learned parameter: [choice] gamma, per head      attentionx-learned
+    [AX2 Sec. 5]    a learned parameter: [choice] one gamma per head      attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
     [BF Eq. 13]     Delta_s: the same in every head, beta for alpha      belief-head
@@ -49,7 +49,6 @@ import argparse
 import csv
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -71,7 +70,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'attentionx_gpt'
-TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+TORCHRUN = all(os.environ.get(name)  # elsewhere, some of them may be left over
+               for name in ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT'))
 WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
 RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
@@ -105,7 +105,7 @@ def orthogonal(mh, v, dims):
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
     # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar,
-    # which overrides update, project or forward. (diagnose does not look into one's own forward.)
+    # which overrides update, project or forward. (diagnose skips a class with its own forward.)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
@@ -171,19 +171,17 @@ class Config:
     out_dir: str = 'out'           # where runs are written
     # actions
     folder: str = ''               # sample, --resume: a run's folder; default: found by settings
-    prompt: str = '\ndef '         # sample: a text to continue, or FILE:notes.txt
-    num_samples: int = 1           # sample
-    new_tokens: int = 300          # sample
-    temperature: float = 0.8       # sample: 0 takes the likeliest token
-    top_k: int = 0                 # sample: only from so many likeliest tokens; 0 for all
+    prompt: str = '\ndef '         # text to continue, or FILE:notes.txt
+    num_samples: int = 1           # sample: continuations
+    new_tokens: int = 300          # in each
+    temperature: float = 0.8       # 0 takes the likeliest token
+    top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
         if self.attention not in ATTENTION:
             fail(f'--attention {self.attention} is not in ATTENTION: run the file that adds it')
         if self.n_embd % (2 * self.n_head):
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
-        if not self.prompt:
-            fail('--prompt is empty: the model continues at least one token')
 
     @property
     def variant(self):
@@ -203,7 +201,7 @@ PRESETS = {
     # `python prepare_data.py openwebtext --parts 12` makes
     # [choice] `casted` on eight GPUs: 9536 steps of 524,288 tokens, 5B in all
     # [deviation] unlike in `casted`, weights are not rounded to float8, windows are drawn with
-    # replacement, warmup starts above 0, and eval_rows are those of one of its eight processes
+    # replacement, warmup starts above 0, and validation is what one of its eight GPUs evaluates
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
@@ -235,6 +233,8 @@ def make_norm(c):
     return nn.LayerNorm(c.n_embd, bias=c.bias)
 
 class CausalSelfAttention(nn.Module):
+    """forward is project(MH, V), from heads(x); project is W^o of update(MH, V), the row of
+    ATTENTION. A variant of your own overrides the smallest of these that it needs."""
     def __init__(self, c, layer):  # layer, counted from 0, is for subclasses
         super().__init__()
         self.config = c
@@ -305,7 +305,7 @@ class Block(nn.Module):
         self.ln_2 = make_norm(c)
         self.mlp = MLP(c)
         self.drop = nn.Dropout(c.dropout)
-        self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0  # casted's
+        self.attn_scale = (2 * c.n_layer) ** -0.5 if c.arch == 'rotary' else 1.0  # as in `casted`
 
     def forward(self, x):
         x = x + self.drop(self.attn_scale * self.attn(self.ln_1(x)))
@@ -399,7 +399,7 @@ def read_text(c):
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).exists():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
+             f'`python prepare_data.py {c.data}` may make one; without a name it lists them')
     try:
         text = Path(c.data).read_text('utf-8-sig')
     except UnicodeDecodeError:
@@ -424,34 +424,34 @@ def read_tokens(path, tokenizer):
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
 
-def read_meta(folder):
-    """meta.json, which prepare_data.py writes. Without it, tokens are GPT-2's, as in nanoGPT."""
+def read_tokenizer(folder):
+    """The tokenizer in meta.json, which prepare_data.py writes. Without it gpt2, as in nanoGPT."""
     path = folder / 'meta.json'
     if not path.exists() and (folder / 'meta.pkl').exists():
         fail(f'{folder}/meta.pkl defines its own characters, and a pickle could run code: make '
              'tokens from the text with `python prepare_data.py text FILE --tokenizer bytes`')
     if not path.exists():
-        return dict(tokenizer='gpt2')
+        return 'gpt2'
     try:
-        meta = dict(json.loads(path.read_text('utf-8')))
-    except (ValueError, TypeError):
-        fail(f'{path} is not a JSON object')
-    if meta.get('tokenizer') not in VOCAB_SIZE:
-        fail(f'{path} names the tokenizer {meta.get("tokenizer")}: it must be bytes or gpt2')
-    return meta
+        name = json.loads(path.read_text('utf-8'))['tokenizer']
+    except (ValueError, TypeError, KeyError):
+        fail(f'{path} is not a JSON object with a tokenizer')
+    if name not in VOCAB_SIZE:
+        fail(f'{path} names the tokenizer {name}: it must be bytes or gpt2')
+    return name
 
 def load_data(c):
     """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size, and
     facts, which a run saves so that --resume recognises its data."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if folder.is_dir():
-        tokenizer = read_meta(folder)['tokenizer']
+        tokenizer = read_tokenizer(folder)
         train, val = [read_tokens(folder / name, tokenizer) for name in ('train.bin', 'val.bin')]
     else:
         tokenizer = c.tokenizer
         encode, _ = get_tokenizer(tokenizer)
         train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
-    if min(len(train), len(val)) <= c.block_size + 1:
+    if min(len(train), len(val)) <= c.block_size:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
     vocab_size = VOCAB_SIZE[tokenizer]
     if 0 < c.vocab_size < vocab_size:
@@ -501,12 +501,12 @@ def windows(tokens, starts, c, device):
 def get_batch(data, c, step, micro, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a window fits
-    size = c.grad_accum_steps, c.batch_size
+    size = c.grad_accum_steps, c.batch_size  # 2 micro-batches of 32 are 1 of 64
     starts = np.random.default_rng([c.seed, step]).integers(n, size=size)
     return windows(data.train, starts[micro], c, device)
 
 def loss_of(model, batch, c):
-    """The training loss."""
+    """Loss of a batch, in training and validation."""
     return model(*batch)[1]
 
 @torch.no_grad()
@@ -567,7 +567,7 @@ def learning_rate(step, c):
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
-    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
+    float16 overflows: the scaler then skips the step and halves its scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -606,9 +606,10 @@ def train(c, folder=None, data=None):
           f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
-    batches = prefetch(lambda step: [get_batch(data, c, step, micro, 'cpu')
-                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
-                       range(start, c.max_iters), device)
+    def make(step):  # this process's share of a step's micro-batches
+        return [get_batch(data, c, step, micro, 'cpu')
+                for micro in range(RANK, c.grad_accum_steps, WORLD)]
+    batches = prefetch(make, range(start, c.max_iters), device)
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
@@ -635,7 +636,7 @@ def train(c, folder=None, data=None):
 
         # one step; seed and step decide batch and dropout, so a resumed run repeats them
         clock = time.time()
-        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # for dropout
+        torch.manual_seed(((c.seed << 24) + step) * WORLD + RANK)  # dropout
         for group in optimizer.param_groups:
             group['lr'] = learning_rate(step, c)
         loss, norm = train_step(net.train(), next(batches), c, optimizer, scaler, autocast)
@@ -682,7 +683,7 @@ def bigram_loss(data):
 def draw_layers(path, log, n_layer):
     """What diagnose finds, layer by layer over the steps. (BF's Fig. 3 shows token 0 of a ViT.)"""
     if '0.mh' not in log[-1]:
-        return  # diagnose skips subclasses
+        return  # diagnose skips a class with its own forward
     layers = {}
     for i in range(n_layer):
         rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
@@ -701,7 +702,7 @@ def complete(c, model):
     if prompt.startswith('FILE:'):  # as in nanoGPT
         prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8')
     torch.manual_seed(c.seed)
-    idx = torch.tensor([encode(prompt)], device=model.lm_head.weight.device)  # (1, T)
+    idx = torch.tensor([encode(prompt or '\n')], device=model.lm_head.weight.device)  # (1, T)
     texts = []
     for _ in range(c.num_samples):
         tokens = model.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
@@ -743,18 +744,12 @@ def mixed_precision(device, dtype):
 
 def prefetch(make, steps, device):
     """Yield make(step), a list of batches on the CPU, for each step, with their tensors on device.
-    A thread makes the next while the caller works."""
-    def moved(future):
-        return [[x.to(device) if torch.is_tensor(x) else x for x in batch]
-                for batch in future.result()]
+    A thread makes the next while the caller works (and one too many at the end)."""
     with ThreadPoolExecutor(1) as thread:
-        coming = None
+        coming = thread.submit(make, steps.start)
         for step in steps:
-            ready, coming = coming, thread.submit(make, step)
-            if ready:
-                yield moved(ready)
-        if coming:
-            yield moved(coming)
+            batches, coming = coming.result(), thread.submit(make, step + 1)
+            yield [[x.to(device) if torch.is_tensor(x) else x for x in batch] for batch in batches]
 
 def count(model):
     """Number of trainable parameters."""
@@ -769,27 +764,24 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT), buffer)
+        torch.save(state, buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, own=False):
-    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
+def load_checkpoint(path):
+    """A checkpoint of any program. Nothing in the file is run."""
+    if not Path(path).is_file():
+        fail(f'{path}: there is no such file')
     try:
         if str(path).endswith('.safetensors'):
             return read_safetensors(Path(path).read_bytes())
-        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
-    except Exception as error:  # no such file, or any of PyTorch's half a dozen
+        return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        if not Path(path).is_file():
-            fail(f'{path}: there is no such file')
         fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
-    if own and saved.get('script') != SCRIPT:
-        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
-    return saved
 
 def read_safetensors(raw):
     """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
@@ -838,7 +830,7 @@ def picture(path, paint, **size):
         paint(figure)
         figure.savefig(path)
     except Exception as error:  # a font, or matplotlib's own imports
-        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
+        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
@@ -858,18 +850,15 @@ def draw(path, logs, panels):
         axis.legend()
     picture(path, paint, figsize=(5 * len(panels), 4))
 
-def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
-    if RANK:
-        return None  # only the first process writes
-    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
-    for n in itertools.count(1):
-        folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            pass
+def new_folder(c):
+    """Make a new folder, out/SCRIPT/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
+    name, n = f'{c.variant}-s{c.seed}', 1
+    folder = Path(c.out_dir, SCRIPT, name)
+    while folder.exists():
+        n += 1
+        folder = folder.with_name(f'{name}-{n}')
+    folder.mkdir(parents=True)
+    return folder
 
 def read_config(folder):
     """A run's settings, as a dict, which is empty if this script made none in that folder."""
@@ -885,7 +874,7 @@ def find_run(given, resume):
     typed = {name: x for name, x in given.items() if name not in MACHINE}
     c = Config(**typed)
     name = f'{c.variant}-s{c.seed}' if resume and typed else ''
-    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = Path(given.get('out_dir', Config.out_dir), SCRIPT).glob(f'{name}*/ckpt.pt')
     runs = [file.parent for file in sorted(runs, key=os.path.getmtime, reverse=True)]
     for wanted in (asdict(c), typed) if name else (typed,):
         for folder in runs:
@@ -895,18 +884,15 @@ def find_run(given, resume):
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
-    saved = load_checkpoint(Path(c.folder, name), own=True)
+    saved = load_checkpoint(Path(c.folder, name))
     data = SimpleNamespace(**saved['data'])
     model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    model.load_state_dict(saved['model'])  # fails if you have changed the model since
     return model.eval(), data
 
 def resume_run(c, model, optimizer, scaler, data):
     """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
     for name, x in getattr(data, 'facts', {}).items():
         if saved['data'].get(name) != x:
             fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
@@ -920,17 +906,17 @@ def resume_run(c, model, optimizer, scaler, data):
         scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
-def train_and_report(c, where=SCRIPT):
+def train_and_report(c):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    data = load_data(c)
-    folder = Path(c.folder) if c.resume else new_folder(c, where)
-    if RANK == 0:
+    data, folder = load_data(c), None
+    if RANK == 0:  # only the first process writes
+        folder = Path(c.folder) if c.resume else new_folder(c)
         (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        saved = folder / 'ckpt.pt'
-        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        saved = folder and folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved and saved.exists() else 0
         print(f'\nstopped; to continue from step {step}: '
               f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
@@ -939,14 +925,14 @@ def train_and_report(c, where=SCRIPT):
     return dict(log[-1], log=log, folder=folder)
 
 def files_and_next(c, folder, field, values, *more):
-    """Lines that end a report: its files, further commands, and one that compares variants."""
+    """Print the end of a report: its files, further commands, and one that compares variants."""
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
     flags = []
     for f in fields(Config):
         value, flag = getattr(c, f.name), f.name.replace('_', '-')
-        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
-            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
-                         else f'--{flag}={value}')
+        if value != f.default and f.name not in (MACHINE - {'max_iters'}) | {'seed', field}:
+            flags.append(f'--{flag}={value}' if f.type is not bool else
+                         f'--{flag}' if value else f'--no-{flag}')
     if Path(PROGRAM).name != f'{SCRIPT}.py':
         flags += ['--with', PROGRAM]
     compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
@@ -959,7 +945,7 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # needs a file
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
@@ -973,8 +959,7 @@ def parse(argv=None):
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
-    preset = given.pop('preset', 'tiny')
-    given = {**PRESETS[preset], **NEW.get(action, {}), **given}
+    given = {**PRESETS[given.pop('preset', 'tiny')], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
             fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
@@ -985,12 +970,13 @@ def parse(argv=None):
     if new and not folder:  # with --resume, there is nothing to resume yet
         if given.get('folder'):
             fail('--folder names a run to --resume; a new run picks its own name')
-        if preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**given)
     if not folder:
-        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
-    config = read_config(folder) or fail(f'{folder} is not a run of {SCRIPT}.py')
+        out = given.get('out_dir', Config.out_dir)
+        fail(f'no run with these settings in {out}/{SCRIPT}: train first')
+    config = read_config(folder)
+    if not config:
+        fail(f'{folder} is not a run of {SCRIPT}.py')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
@@ -999,7 +985,7 @@ def parse(argv=None):
                              **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
-    """Do what the command line says -> the resulting figures."""
+    """Do what the command line says -> what the action returns."""
     global PROGRAM
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, 'reconfigure'):  # a notebook's has not
@@ -1031,7 +1017,7 @@ def main(argv=None):
 # --- end of runs
 
 ACTIONS = {'train': train_and_report, 'sample': sample}
-# actions that make a run, with the settings that they stand for; others, and --resume, look for one
+# actions that start a run, and settings they imply; others, and --resume, look for an old one
 NEW = {'train': {}}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things

@@ -15,10 +15,10 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
-    [BF Eq. 13]     Delta_s: the same in every head, beta for alpha      belief-head
+    [BF Eq. 13]     Delta_s: Eq. 10 in each head, beta for alpha      belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, BeliefStar
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    one learned parameter: [choice] gamma, per head      attentionx-learned
+    [AX2 Sec. 5]    a learned parameter: [choice] one gamma per head      attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [AX1 Sec. 4.1]  gamma = 1 in a ViT                                   default_gamma
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
@@ -28,12 +28,12 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     python belief_vit.py                           # train: 1.5 minutes on a CPU, no network
     python belief_vit.py --attention softmax       # the baseline, on the same batches
     python belief_vit.py --resume                  # continue the newest run
-    python belief_vit.py predict --images cat.png  # classify a photo with the last run
+    python belief_vit.py predict --images a.png    # classify a picture with the last run
     python belief_vit.py --preset imagenet-paper   # BF's recipe for ImageNet
     python experiments/compare.py belief_vit --table papers --preset cifar-paper  # on CIFAR-10
 
-The first command gets 96.4 % of 2,000 test images right (95.5 % on another CPU), a linear model on
-the same pixels 26.2 %, and the commonest class is 11.1 % (563 steps, 154,030 parameters, one seed).
+The first command gets 96.4 % of 2,000 drawn shapes right (95.5 % on another CPU), a linear model on
+the same pixels 26.2 %, and the majority class is 11.1 % (563 steps, 154,030 parameters, one seed).
 [choice] marks where a paper is silent, [deviation] where we differ on purpose. Below the banner
 `runs` is plumbing, identical in all four scripts.
 
@@ -48,7 +48,6 @@ import functools
 import glob
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -69,7 +68,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'belief_vit'
-TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+TORCHRUN = all(os.environ.get(name)  # elsewhere, some of them may be left over
+               for name in ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT'))
 WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
 RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
@@ -97,7 +97,7 @@ def orthogonal(mh, v, dims):
 
 ATTENTION = {  # from MH and V (B, T, nh, hs): what reaches the output projection
     # Your own variant is a line here or, with parameters of its own, a subclass like BeliefStar,
-    # which overrides update, project or forward. (diagnose does not look into one's own forward.)
+    # which overrides update, project or forward. (diagnose skips a class with its own forward.)
     'softmax': lambda mh, v, gamma: mh,                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,             # [AX2 Eq. 10]
     'attentionx-learned': lambda mh, v, gamma: v - gamma * mh,     # [AX2 Sec. 5], gamma (nh, 1)
@@ -112,6 +112,7 @@ def default_gamma(c):
     """The papers' gamma, unless --gamma is given. AX2 wants 1 or more, AX1 more than 0, up to 1."""
     if c.gamma is not None:
         return float(c.gamma)
+    # softmax-scaled keeps 3: times 1 it would be softmax
     if c.attention == 'attentionx-v1' or (c.zero_diag and c.attention != 'softmax-scaled'):
         return 1.0  # [AX1 Sec. 4.1] [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
@@ -119,7 +120,7 @@ def default_gamma(c):
 # ------------------------------------ configuration ------------------------------------
 # arXiv 2112.13492: patches also see shifted images, and attention learns its temperature
 SHIFTED = dict(image_size=32, patch_size=4, zero_diag=True, shifted=True, local=False,
-               qkv_bias=False, eps=1e-5, start='normal')
+               qkv_bias=False, eps=1e-5, weight_init='normal')
 DEIT = dict(image_size=224, patch_size=16, embed_dim=384, depth=12, num_heads=6, head_size=64,
             mlp_dim=1536, dropout=0.0, zero_diag=False, shifted=False, eps=1e-6)
 MODELS = {  # sizes that Config leaves open, and what else tells the models apart
@@ -127,16 +128,16 @@ MODELS = {  # sizes that Config leaves open, and what else tells the models apar
                  dropout=0.0),
     'vit-small': dict(SHIFTED, embed_dim=512, depth=6, num_heads=8, head_size=64, mlp_dim=512,
                       dropout=0.1),
-    'deit-small': dict(DEIT, local=False, qkv_bias=True, start='truncated'),
-    'deit-small-local': dict(DEIT, local=True, qkv_bias=False, start='xavier'),
+    'deit-small': dict(DEIT, local=False, qkv_bias=True, weight_init='truncated'),
+    'deit-small-local': dict(DEIT, local=True, qkv_bias=False, weight_init='xavier'),
 }
 
 @dataclass
 class Config:
-    """Every field is a flag: --num-heads 6, --zero-diag, --no-zero-diag. --help prints this."""
+    """Every field but num_classes is a flag: --num-heads 6, --no-zero-diag. --help prints this."""
     # the papers' method
     attention: str = 'belief'      # a name in ATTENTION: what reaches the output projection
-    gamma: float = None            # default: 3, or 1 with zero_diag; attentionx-v1: 1
+    gamma: float = None            # default: 3; with zero_diag or attentionx-v1: 1
     zero_diag: bool = None         # no token attends to itself; default: on in tiny, vit-small
     # model
     model: str = 'tiny'            # a name in MODELS, which sets the sizes you do not give
@@ -149,13 +150,13 @@ class Config:
     mlp_dim: int = None            # hidden channels of the feed-forward network
     dropout: float = None
     drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
-    num_classes: int = 0           # the data's; no flag
+    num_classes: int = 0           # set from the data
     init: str = ''                 # file with weights to start from: a checkpoint of DeiT, say
     # data
     data: str = 'builtin'          # name under data/, a folder of photos, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, for validation
     flip: bool = True              # mirror half of the images in training
-    randaugment: str = 'none'      # none, paper, or fixed: smaller shifts; arrays only
+    randaugment: str = 'none'      # none, paper, or fixed: smaller shifts; not for photos
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread evenly over the classes
     first_size: int = 0            # side of images at first; they grow to image_size; 0: fixed
@@ -193,6 +194,7 @@ class Config:
 
     def sized(self):
         """These settings, with the sizes of their model where none are given."""
+        # a copy, so that replace(c, model=...) gets the sizes of the other model
         model = MODELS[self.model]
         sizes = {name: model[name] for name, x in vars(self).items() if x is None and name in model}
         return replace(self, **sizes) if sizes else self
@@ -275,7 +277,7 @@ class Attention(nn.Module):
         """x (B, T, C) -> q, k, v, MH, each (B, T, nh, hs)."""
         c = self.config
         q, k, v = self.qkv(x).unflatten(2, (3, c.num_heads, -1)).unbind(2)
-        if self.temperature is not None:  # a learned scale, kept as its log, for 1 / sqrt(hs)
+        if self.temperature is not None:  # log of a learned scale, in place of 1 / sqrt(hs)
             q = q * (self.temperature.exp() * c.head_size ** 0.5)
         mh = multi_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), c.zero_diag)
         return q, k, v, mh
@@ -317,7 +319,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(c.mlp_dim, c.embed_dim)
         self.drop = nn.Dropout(c.dropout)
 
-    def forward(self, x, grid):
+    def forward(self, x, grid):  # grid is for LocalMlp
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 class LocalMlp(nn.Module):
@@ -389,19 +391,19 @@ class ViT(nn.Module):
     def init_parameter(self, name, p):
         """Initialise p as its model's repository does, from a seed and its name: parameters that
         variants share start equal."""
-        c, start = self.config, MODELS[self.config.model]['start']
+        c, how = self.config, MODELS[self.config.model]['weight_init']
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         token = '.' not in name  # cls_token, pos_embed, and tokens you may add
         layer = self.get_submodule(name.rpartition('.')[0])
         linear = isinstance(layer, nn.Linear)
         matrix = linear and name.endswith('weight')
-        if start == 'normal' and token:
+        if how == 'normal' and token:
             p.normal_(generator=generator)
-        elif start == 'truncated' and (token or matrix):
+        elif how == 'truncated' and (token or matrix):
             nn.init.trunc_normal_(p, std=0.02, generator=generator)
-        elif start == 'truncated' and linear:  # a bias
+        elif how == 'truncated' and linear:  # a bias
             p.zero_()
-        elif start == 'xavier' and (token or matrix):
+        elif how == 'xavier' and (token or matrix):
             for part in p.chunk(3 if 'qkv' in name else 1):  # q, k and v one by one
                 nn.init.xavier_normal_(part, generator=generator)
         elif linear or isinstance(layer, nn.Conv2d):  # PyTorch's own: 1 / sqrt(inputs of a unit)
@@ -452,8 +454,8 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                # [deviation] v in units of its largest entry: c is the same, but v^2 stays in range
-                # and a tensor without gradients does not divide 0 by 0
+                # v in units of its largest entry leaves c as it is; but v^2 stays in range, and a
+                # tensor without gradients does not divide 0 by 0
                 unit = v / v.max().clamp_min(1e-37)
                 c = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(1.0))
                 w = (c * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
@@ -466,7 +468,7 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-SHAPES = {  # how far a point (x, y) lies outside a shape, in units of half its size
+SHAPES = {  # signed distance of (x, y) from an edge, about, in units of half its size
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
     'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
     'square': lambda x, y: np.maximum(abs(x), abs(y)) - 0.7,
@@ -507,7 +509,7 @@ def draw_shapes(n, seed):
 def load_arrays(path):
     """An .npz file -> images (N, 3, H, W) uint8, labels (N,) int64."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(path) as file:
             images, labels = file['images'], file['labels'].squeeze()  # (N, 1) is as good as (N,)
     except Exception as error:  # numpy and zipfile raise half a dozen kinds
         fail(f'{path} needs arrays `images` and `labels`: {str(error)[:150]}')
@@ -518,17 +520,10 @@ def load_arrays(path):
              f'{labels.shape}: {np.unique(labels)[:3]} ...')
     return images, labels.astype(np.int64)
 
-def pillow():
-    """Pillow, which decodes photos and has RandAugment's operations."""
-    try:
-        import PIL.Image, PIL.ImageEnhance, PIL.ImageOps
-        return PIL
-    except ImportError:
-        raise ImportError('photos and --randaugment need `pip install pillow`')
-
 def list_photos(root):
     """Photos in root/CLASS, at any depth -> paths (N,), names of their classes (N,)."""
-    endings = tuple(pillow().Image.registered_extensions())
+    from PIL import Image
+    endings = tuple(Image.registered_extensions())
     files = glob.glob('*/**/*.*', root_dir=root, recursive=True)  # follows links; no hidden files
     photos = sorted(Path(file) for file in files if file.lower().endswith(endings))
     left_out = len(files) - len(photos)
@@ -575,8 +570,8 @@ def load_photos(folder):
 
 def load_data(c):
     """c.data -> train, val and test, each a pair of images and labels (N,) int64, the names of
-    classes, and facts, which a run saves so that --resume recognises its data. Images are bytes
-    (N, 3, H, W) or paths of photos (N,)."""
+    classes, facts, which a run saves so that --resume recognises its data, and about, its name in
+    print. Images are bytes (N, 3, H, W) or paths of photos (N,)."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if c.data == 'builtin':
         train, test, classes = draw_shapes(8000, 0), draw_shapes(2000, 1), list(SHAPES)
@@ -585,7 +580,7 @@ def load_data(c):
         train, test, classes = load(folder)
     else:
         fail(f'--data {c.data}: no such folder of photos (CLASS/*.jpg), and no folder {folder}; '
-             f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
+             f'`python prepare_data.py {c.data}` may make one; without a name it lists them')
     images, labels = train
     order = stream('split').permutation(len(labels))
     cut = round(c.val_fraction * len(labels))
@@ -610,9 +605,9 @@ def load_data(c):
                            test=test, classes=classes, facts=facts, about=c.data)
 
 # ------------------------------------ images ------------------------------------
-THREADS = ThreadPoolExecutor()  # to decode photos
+POOL = ThreadPoolExecutor()  # to decode photos
 
-COLOURS = {  # mean and standard deviation of red, green and blue, as in the repositories
+MEAN_STD = {  # mean and standard deviation of red, green and blue, as in the repositories
     'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
@@ -621,12 +616,12 @@ COLOURS = {  # mean and standard deviation of red, green and blue, as in the rep
 def read_photo(path, size, rng=None):
     """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, given a random
     generator, a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3."""
-    PIL = pillow()
+    from PIL import Image, ImageOps  # matplotlib brings Pillow
     try:
-        with PIL.Image.open(str(path)) as file:
-            image = PIL.ImageOps.exif_transpose(file)
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file)
             if image.mode[0] in 'IF':  # greys of more than 8 bits, which convert would cut off
-                image = PIL.Image.fromarray(eight_bits(np.asarray(image)))
+                image = Image.fromarray(eight_bits(np.asarray(image)))
             image = image.convert('RGB')
     except Exception as error:  # Pillow raises half a dozen kinds
         raise OSError(f'cannot read {path} as a photo: {error}')
@@ -636,10 +631,10 @@ def read_photo(path, size, rng=None):
         left, top = (width - w) / 2, (height - h) / 2
     else:
         area = width * height * (0.08 + 0.92 * rng.random())
-        aspect = (4 / 3) ** (2 * rng.random() - 1)
+        aspect = (4 / 3) ** (2 * rng.random() - 1)  # log-uniform
         w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
         left, top = rng.random() * (width - w), rng.random() * (height - h)
-    image = image.resize((size, size), PIL.Image.BICUBIC, (left, top, left + w, top + h))
+    image = image.resize((size, size), Image.BICUBIC, (left, top, left + w, top + h))
     return np.asarray(image).transpose(2, 0, 1)
 
 def eight_bits(greys):
@@ -654,10 +649,10 @@ def normalise(images, size, c, device='cpu'):
     """Bytes (B, 3, H, W), or paths (B,) of photos to crop at their centre -> (B, 3, size, size)
     float32, with a mean near 0 and a standard deviation near 1."""
     if images.ndim == 1:
-        images = np.stack(list(THREADS.map(lambda path: read_photo(path, size), images)))
+        images = np.stack(list(POOL.map(lambda path: read_photo(path, size), images)))
     if images.dtype != np.uint8:
         fail(f'images must be bytes (uint8), not {images.dtype}')
-    colours = torch.tensor(COLOURS.get(Path(c.data).name, COLOURS['imagenet']), device=device)
+    colours = torch.tensor(MEAN_STD.get(Path(c.data).name, MEAN_STD['imagenet']), device=device)
     mean, std = 255 * colours[:, :, None, None]  # of bytes, (3, 1, 1)
     x = (torch.from_numpy(images).to(device).float() - mean) / std
     if x.shape[2:] != (size, size):
@@ -668,8 +663,7 @@ def randaugment(image, rng, policy):
     """One of 16 operations on a Pillow image, at strength 14/30. By policy `paper`, as in
     vision-transformers-cifar10, two of them shift by 47 pixels, which turns 23.4 % of 32-pixel
     images black; by `fixed` they shift in proportion to the image."""
-    PIL = pillow()
-    ops, enhance = PIL.ImageOps, PIL.ImageEnhance
+    from PIL import Image, ImageEnhance as enhance, ImageOps as ops
     which, sign, at_y, at_x = rng.random(4)
     width, height = image.size
     strength = 14 / 30
@@ -679,7 +673,7 @@ def randaugment(image, rng, policy):
         far_x, far_y = 0.45 * width * signed, 0.45 * height * signed  # timm's
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
-        return image.transform((width, height), PIL.Image.AFFINE, matrix)
+        return image.transform((width, height), Image.AFFINE, matrix)
 
     def cutout():  # a grey square; at the top and left it is moved inside, as in the original
         side = 40 * strength
@@ -695,7 +689,7 @@ def randaugment(image, rng, policy):
         lambda: ops.posterize(image, 1),  # keeps one bit
         lambda: ops.solarize(image, 256 * strength),
         lambda: ops.solarize(image.point(lambda level: min(255, level + 51)), 128),
-        lambda: enhance.Color(image).enhance(0.94),  # 1 would change nothing
+        lambda: enhance.Color(image).enhance(0.94),  # 0.1 + 1.8 * 14 / 30; 1 changes nothing
         lambda: enhance.Contrast(image).enhance(0.94),
         lambda: enhance.Brightness(image).enhance(0.94),
         lambda: enhance.Sharpness(image).enhance(0.94),
@@ -707,9 +701,9 @@ def randaugment(image, rng, policy):
     ]
     return operations[int(which * len(operations))]()
 
-def augment(x, rng, c, size=None):
-    """The path of a photo -> a random crop (3, size, size). An image (3, H, W) gets two RandAugment
-    operations, 4 black pixels on each side and a random crop. Half of both kinds are mirrored."""
+def augment(x, rng, c, size):
+    """The path of a photo -> a random crop (3, size, size). An image (3, H, W), after c.randaugment
+    -> a random crop of it with 4 black pixels on each side. c.flip mirrors half of both kinds."""
     if isinstance(x, str):
         x = read_photo(x, size, rng)
         mirror = rng.random() < 0.5
@@ -717,23 +711,23 @@ def augment(x, rng, c, size=None):
         top, left = (9 * rng.random(2)).astype(int)
         mirror = rng.random() < 0.5
         if c.randaugment != 'none':
-            image = pillow().Image.fromarray(x.transpose(1, 2, 0))
+            from PIL import Image
+            image = Image.fromarray(x.transpose(1, 2, 0))
             for _ in range(2):
                 image = randaugment(image, rng, c.randaugment)
             x = np.asarray(image).transpose(2, 0, 1)
-        _, H, W = x.shape
         padded = np.pad(x, ((0, 0), (4, 4), (4, 4)))
-        x = padded[:, top:top + H, left:left + W]
+        x = padded[:, top:top + x.shape[1], left:left + x.shape[2]]
     return x[..., ::-1] if mirror and c.flip else x
 
 def mix(images, rng):
     """Mix images (B, 3, H, W) with the same batch reversed, by mixup or cutmix (equally likely) ->
-    images, and the share that each keeps of itself. Each micro-batch is mixed by itself, as on each
-    of DeiT's GPUs."""
+    images, and lam, the share that each keeps of itself. Each micro-batch is mixed by itself, as on
+    each of DeiT's GPUs."""
     other = images.flip(0)
     if rng.random() < 0.5:
-        share = rng.beta(0.8, 0.8)
-        return other.lerp(images, share), share
+        lam = rng.beta(0.8, 0.8)
+        return other.lerp(images, lam), lam
     size = np.array(images.shape[2:])
     half = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2
     centre = rng.random(2)
@@ -784,14 +778,13 @@ def shuffled(seed, epoch, n):
 
 def get_batch(data, c, step, micro, device):
     """A micro-batch of a step, the same for every variant and in a resumed run: images
-    (B, 3, size, size), labels (B,), and the share that each image keeps of itself."""
+    (B, 3, size, size), labels (B,), and lam, the share that each image keeps of itself."""
     c = c.sized()
     images, labels = data.train
     n = len(labels)
     begin = step * c.batch_size * c.grad_accum_steps  # in an endless sequence of shuffled epochs
     rows = range(micro * c.batch_size, (micro + 1) * c.batch_size)  # of this step
-    places = [begin + row for row in rows]
-    index = [shuffled(c.seed, place // n, n)[place % n] for place in places]
+    index = [shuffled(c.seed, (begin + row) // n, n)[(begin + row) % n] for row in rows]
     growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
     size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
 
@@ -800,22 +793,22 @@ def get_batch(data, c, step, micro, device):
         rng.bit_generator.advance(11 * row)  # augment draws at most 11 numbers
         return augment(images[i], rng, c, size)
 
-    apply = THREADS.map if images.ndim == 1 else map  # only decoding photos gains from threads
+    apply = POOL.map if images.ndim == 1 else map  # only decoding photos gains from threads
     x = normalise(np.stack(list(apply(example, index, rows))), size, c, device)
     y = torch.from_numpy(labels[index]).to(device)
-    share = 1.0
+    lam = 1.0
     if c.mix:
-        x, share = mix(x, stream('mix', c.seed, step, micro))
-    return x, y, share
+        x, lam = mix(x, stream('mix', c.seed, step, micro))
+    return x, y, lam
 
 def loss_of(model, batch, c):
-    """The training loss."""
-    images, labels, share = batch
+    """Cross-entropy; where images are mixed, of both labels."""
+    images, labels, lam = batch
     logits = model(images)  # (B, K)
     loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
     if c.mix:
         other = F.cross_entropy(logits, labels.flip(0), label_smoothing=c.label_smoothing)
-        loss = share * loss + (1 - share) * other
+        loss = lam * loss + (1 - lam) * other
     return loss
 
 @torch.no_grad()
@@ -849,14 +842,13 @@ def diagnose(model, images):
             return {}, []  # it need not have MH and V
         q, k, v, mh = attn.heads(block.norm1(x))  # (B, T, nh, hs)
         update = attn.update(mh, v)
-        token = x[:, 0]  # (B, C)
         mh, v, update = [t[:, 0].flatten(1).to(x) for t in (mh, v, update)]  # (B, nh hs), x's dtype
         mh_out, update_out = [(t @ attn.proj.weight.T).to(x) for t in (mh, update)]
         layer = dict(
             mh=mh.norm(dim=1), update=update.norm(dim=1),
             mh_out=mh_out.norm(dim=1), update_out=update_out.norm(dim=1),
-            cos_mh=F.cosine_similarity(mh_out, token),
-            cos_update=F.cosine_similarity(update_out, token),
+            cos_mh=F.cosine_similarity(mh_out, x[:, 0]),
+            cos_update=F.cosine_similarity(update_out, x[:, 0]),
             alpha=(mh * v).sum(1) / (v * v).sum(1).clamp_min(1e-30),
             gamma=torch.as_tensor(attn.gamma))
         for name, values in layer.items():
@@ -888,7 +880,7 @@ def learning_rate(step, c):
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
-    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
+    float16 overflows: the scaler then skips the step and halves its scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -927,9 +919,10 @@ def train(c, folder=None, data=None):
           f'{len(data.test[1]):,} for testing\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
-    batches = prefetch(lambda step: [get_batch(data, c, step, micro, 'cpu')
-                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
-                       range(start, c.max_iters), device)
+    def make(step):  # this process's share of a step's micro-batches
+        return [get_batch(data, c, step, micro, 'cpu')
+                for micro in range(RANK, c.grad_accum_steps, WORLD)]
+    batches = prefetch(make, range(start, c.max_iters), device)
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
@@ -977,22 +970,24 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, predict ------------------------------------
 def report(c, model, log, folder, data):
-    """Print the result, beside a linear model's and the commonest class's, and draw the run, its
+    """Print the result, beside a linear model's and the majority class's, and draw the run, its
     layers, and where their class tokens look."""
     best_model, _ = load_run(replace(c, folder=str(folder)))
     device, labels = model.head.weight.device, data.test[1]
     _, best = loss_and_accuracy(best_model, *data.test, c, device)
-    commonest = np.bincount(labels).max() / len(labels)
+    majority = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {100 * log[-1]["test_acc"]:.1f} % on {len(labels):,} test '
           f'images, with the best weights {100 * best:.1f} %;\n        a linear model on the same '
-          f'pixels gets {100 * linear_accuracy(data, c):.1f} %, and always guessing the commonest '
-          f'class {100 * commonest:.1f} %')
+          f'pixels gets {100 * linear_accuracy(data, c):.1f} %, and always guessing the majority '
+          f'class {100 * majority:.1f} %')
     draw(folder / 'curves.png', {c.variant: log}, [
         ('training loss (nats per image)', 'loss'),
         ('validation accuracy (0 to 1)', 'val_acc')])
-    draw_layers(folder / 'layers.png', log, model.config.depth)
     x = normalise(data.val[0][:8], model.config.image_size, c, device)
-    draw_attention(folder / 'attention.png', x, diagnose(model, x)[1])
+    _, maps = diagnose(model, x)
+    if maps:  # none for a class with its own forward
+        draw_layers(folder / 'layers.png', log, model.config.depth)
+        draw_attention(folder / 'attention.png', x, maps)
     other = 'softmax' if c.attention != 'softmax' else 'belief'
     files_and_next(c, folder, 'attention', [other, c.attention], 'predict --images PHOTO')
 
@@ -1010,8 +1005,6 @@ def linear_accuracy(data, c):
 
 def draw_layers(path, log, depth):
     """What diagnose finds, layer by layer over the steps, as in BF's Fig. 3."""
-    if '0.mh' not in log[-1]:
-        return  # diagnose skips subclasses
     layers = {}
     for i in range(depth):
         rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
@@ -1027,9 +1020,9 @@ def draw_attention(path, x, maps):
     maps (B, h, w)."""
     colours = (x - x.min()) / (x.max() - x.min())  # from 0 to 1
     rows = [colours]
-    for light in maps:
-        light = F.interpolate(light[:, None], x.shape[2:])  # (B, 1, H, W)
-        rows.append((0.2 + 0.8 * light) * colours)
+    for weights in maps:
+        weights = F.interpolate(weights[:, None], x.shape[2:])  # (B, 1, H, W)
+        rows.append((0.2 + 0.8 * weights) * colours)
     sheet = torch.stack(rows).permute(0, 3, 1, 4, 2)  # (rows, H, B, W, 3)
 
     def paint(figure):
@@ -1083,18 +1076,12 @@ def mixed_precision(device, dtype):
 
 def prefetch(make, steps, device):
     """Yield make(step), a list of batches on the CPU, for each step, with their tensors on device.
-    A thread makes the next while the caller works."""
-    def moved(future):
-        return [[x.to(device) if torch.is_tensor(x) else x for x in batch]
-                for batch in future.result()]
+    A thread makes the next while the caller works (and one too many at the end)."""
     with ThreadPoolExecutor(1) as thread:
-        coming = None
+        coming = thread.submit(make, steps.start)
         for step in steps:
-            ready, coming = coming, thread.submit(make, step)
-            if ready:
-                yield moved(ready)
-        if coming:
-            yield moved(coming)
+            batches, coming = coming.result(), thread.submit(make, step + 1)
+            yield [[x.to(device) if torch.is_tensor(x) else x for x in batch] for batch in batches]
 
 def count(model):
     """Number of trainable parameters."""
@@ -1109,27 +1096,24 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT), buffer)
+        torch.save(state, buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, own=False):
-    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
+def load_checkpoint(path):
+    """A checkpoint of any program. Nothing in the file is run."""
+    if not Path(path).is_file():
+        fail(f'{path}: there is no such file')
     try:
         if str(path).endswith('.safetensors'):
             return read_safetensors(Path(path).read_bytes())
-        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
-    except Exception as error:  # no such file, or any of PyTorch's half a dozen
+        return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        if not Path(path).is_file():
-            fail(f'{path}: there is no such file')
         fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
-    if own and saved.get('script') != SCRIPT:
-        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
-    return saved
 
 def read_safetensors(raw):
     """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
@@ -1178,7 +1162,7 @@ def picture(path, paint, **size):
         paint(figure)
         figure.savefig(path)
     except Exception as error:  # a font, or matplotlib's own imports
-        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
+        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
@@ -1198,18 +1182,15 @@ def draw(path, logs, panels):
         axis.legend()
     picture(path, paint, figsize=(5 * len(panels), 4))
 
-def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
-    if RANK:
-        return None  # only the first process writes
-    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
-    for n in itertools.count(1):
-        folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            pass
+def new_folder(c):
+    """Make a new folder, out/SCRIPT/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
+    name, n = f'{c.variant}-s{c.seed}', 1
+    folder = Path(c.out_dir, SCRIPT, name)
+    while folder.exists():
+        n += 1
+        folder = folder.with_name(f'{name}-{n}')
+    folder.mkdir(parents=True)
+    return folder
 
 def read_config(folder):
     """A run's settings, as a dict, which is empty if this script made none in that folder."""
@@ -1225,7 +1206,7 @@ def find_run(given, resume):
     typed = {name: x for name, x in given.items() if name not in MACHINE}
     c = Config(**typed)
     name = f'{c.variant}-s{c.seed}' if resume and typed else ''
-    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = Path(given.get('out_dir', Config.out_dir), SCRIPT).glob(f'{name}*/ckpt.pt')
     runs = [file.parent for file in sorted(runs, key=os.path.getmtime, reverse=True)]
     for wanted in (asdict(c), typed) if name else (typed,):
         for folder in runs:
@@ -1235,18 +1216,15 @@ def find_run(given, resume):
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
-    saved = load_checkpoint(Path(c.folder, name), own=True)
+    saved = load_checkpoint(Path(c.folder, name))
     data = SimpleNamespace(**saved['data'])
     model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    model.load_state_dict(saved['model'])  # fails if you have changed the model since
     return model.eval(), data
 
 def resume_run(c, model, optimizer, scaler, data):
     """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
     for name, x in getattr(data, 'facts', {}).items():
         if saved['data'].get(name) != x:
             fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
@@ -1260,17 +1238,17 @@ def resume_run(c, model, optimizer, scaler, data):
         scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
-def train_and_report(c, where=SCRIPT):
+def train_and_report(c):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    data = load_data(c)
-    folder = Path(c.folder) if c.resume else new_folder(c, where)
-    if RANK == 0:
+    data, folder = load_data(c), None
+    if RANK == 0:  # only the first process writes
+        folder = Path(c.folder) if c.resume else new_folder(c)
         (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        saved = folder / 'ckpt.pt'
-        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        saved = folder and folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved and saved.exists() else 0
         print(f'\nstopped; to continue from step {step}: '
               f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
@@ -1279,14 +1257,14 @@ def train_and_report(c, where=SCRIPT):
     return dict(log[-1], log=log, folder=folder)
 
 def files_and_next(c, folder, field, values, *more):
-    """Lines that end a report: its files, further commands, and one that compares variants."""
+    """Print the end of a report: its files, further commands, and one that compares variants."""
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
     flags = []
     for f in fields(Config):
         value, flag = getattr(c, f.name), f.name.replace('_', '-')
-        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
-            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
-                         else f'--{flag}={value}')
+        if value != f.default and f.name not in (MACHINE - {'max_iters'}) | {'seed', field}:
+            flags.append(f'--{flag}={value}' if f.type is not bool else
+                         f'--{flag}' if value else f'--no-{flag}')
     if Path(PROGRAM).name != f'{SCRIPT}.py':
         flags += ['--with', PROGRAM]
     compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
@@ -1299,7 +1277,7 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # needs a file
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
@@ -1313,8 +1291,7 @@ def parse(argv=None):
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
-    preset = given.pop('preset', 'tiny')
-    given = {**PRESETS[preset], **NEW.get(action, {}), **given}
+    given = {**PRESETS[given.pop('preset', 'tiny')], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
             fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
@@ -1325,12 +1302,13 @@ def parse(argv=None):
     if new and not folder:  # with --resume, there is nothing to resume yet
         if given.get('folder'):
             fail('--folder names a run to --resume; a new run picks its own name')
-        if preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**given)
     if not folder:
-        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
-    config = read_config(folder) or fail(f'{folder} is not a run of {SCRIPT}.py')
+        out = given.get('out_dir', Config.out_dir)
+        fail(f'no run with these settings in {out}/{SCRIPT}: train first')
+    config = read_config(folder)
+    if not config:
+        fail(f'{folder} is not a run of {SCRIPT}.py')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
@@ -1339,7 +1317,7 @@ def parse(argv=None):
                              **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
-    """Do what the command line says -> the resulting figures."""
+    """Do what the command line says -> what the action returns."""
     global PROGRAM
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, 'reconfigure'):  # a notebook's has not
@@ -1371,7 +1349,7 @@ def main(argv=None):
 # --- end of runs
 
 ACTIONS = {'train': train_and_report, 'predict': predict}
-# actions that make a run, with the settings that they stand for; others, and --resume, look for one
+# actions that start a run, and settings they imply; others, and --resume, look for an old one
 NEW = {'train': {}}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things

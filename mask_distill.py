@@ -39,7 +39,6 @@ import copy
 import csv
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -61,7 +60,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = 'mask_distill'
-TORCHRUN = all(map(os.environ.get, ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')))
+TORCHRUN = all(os.environ.get(name)  # elsewhere, some of them may be left over
+               for name in ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT'))
 WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
 RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
 
@@ -113,7 +113,7 @@ def is_local(masks):
     return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in masks)
 
 def log_coefficients(alpha):
-    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] A mask is closed (-inf) while
+    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] A mask is pruned (-inf) while
     its c_k is below a thousandth of the largest. The KL then has no gradient for its alpha."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
@@ -129,7 +129,7 @@ def masks_at(masks, log_c, i, j):
     causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
     far, _ = window_and_first(masks)
     M = [KINDS[kind](i, j, n, far) & causal for kind, n in masks]
-    seen = mixture(log_c.isfinite(), M) > 0
+    seen = sum(m & is_open for m, is_open in zip(M, log_c.isfinite())) > 0
     return [*M, (i == j) & ~seen.any(-1, keepdim=True)]
 
 def log_mixture(M, log_c):
@@ -185,23 +185,24 @@ def blocked_attention(q, k, v, masks, log_c=None, block=0):
     n = math.ceil(T / b)  # blocks
     padding = n * b - T  # after the last token
     i = torch.arange(n * b, device=q.device).view(n, b)
-    near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
-    front = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    front = front.masked_fill(front >= near[:, :1], -1)  # near has it, and -1 is in no mask
-    j = torch.cat([near, front], 1)
+    j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
+    j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
+    # not those that are near, too: -1 is in no mask
+    j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)
+    j = torch.cat([j_near, j_first], 1)
 
     def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
-        nearby = F.pad(t, (0, 0, window - 1, padding)).unfold(2, b + window - 1, b).mT
+        near = F.pad(t, (0, 0, window - 1, padding)).unfold(2, b + window - 1, b).mT
         firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
-        return torch.cat([nearby, firsts], 3)
+        return torch.cat([near, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, padding)).view(B, nh, n, b, hs)
     p = attention_weights(queries, blocks_of_keys(k), masks, log_c, i=i, j=j)
     return (p.to(v.dtype) @ blocks_of_keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def attn_mask(masks, log_c, T):
-    """log W (T, T), for attn_mask of nn.MultiheadAttention: softmax(S + log W) is the default
-    reading.  [MA Sec. 1.4]"""
+    """log W, up to a constant, (T, T), for attn_mask of nn.MultiheadAttention: softmax(S + log W)
+    is the default reading.  [MA Sec. 1.4]"""
     i = torch.arange(T, device=log_c.device)
     return log_mixture(masks_at(candidates(masks), log_c, i, i), log_c)
 
@@ -212,7 +213,7 @@ def token_kl(teacher_logits, logits):
 
 @torch.no_grad()
 def kept_pairs(alphas, masks, T):
-    """The share of the T (T + 1) / 2 pairs j <= i that open masks hold, averaged over layers."""
+    """The share of the T (T + 1) / 2 pairs j <= i that tokens see, averaged over layers."""
     kept = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
     return sum(n.item() / (T * (T + 1) / 2) for n in kept) / len(alphas)
 
@@ -221,13 +222,13 @@ def kept_pairs(alphas, masks, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
     # the report's method
-    masks: str = 'window:32+sinks:4'  # window:N, offset:N, first:N, sinks:N, or in NAMED; join by +
-    reading: str = 'renormalised'  # a name in READINGS: how the masks enter attention
+    masks: str = 'window:32+sinks:4'  # + joins window:N, offset:N, first:N, sinks:N; or last5, all
+    reading: str = 'renormalised'  # or unnormalised, separate: how W enters attention
     learn: str = 'attention'       # alphas: only those; attention: c_attn and c_proj, too
     l1: float = 0.0                # weight of the report's penalty on coefficients
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
-    stage: str = 'student'         # student, after a teacher if there is no init; teacher: it alone
+    stage: str = 'student'         # student, after a teacher if there is no init; or teacher alone
     init: str = ''                 # a teacher's best.pt or a GPT-2's weights; '': train one first
     teacher_iters: int = 600       # optimiser steps of a teacher trained here
     teacher_lr: float = 2e-3       # its learning rate at its peak
@@ -248,7 +249,7 @@ class Config:
     grad_accum_steps: int = 1      # forward passes per step, shared among the processes
     learning_rate: float = 5e-4    # at its peak; of a student's c_attn and c_proj
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
-    warmup_iters: int = 20
+    warmup_iters: int = 20         # a student's; a teacher has 100
     weight_decay: float = 0.1      # AdamW's, on a teacher's matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 50        # steps between evaluations, and between checkpoints
@@ -264,11 +265,11 @@ class Config:
     # actions
     folder: str = ''               # sample, criteria, --resume: a run; default: found by settings
     judge_rows: int = 0            # criteria: validation windows to judge on; 0: all
-    prompt: str = ''               # sample: a text, or FILE:notes.txt; '': the report's seven
-    num_samples: int = 1           # sample
-    new_tokens: int = 100          # sample
-    temperature: float = 0.8       # sample: 0 takes the likeliest token
-    top_k: int = 0                 # sample: only from so many likeliest tokens; 0 for all
+    prompt: str = ''               # text to continue, or FILE:notes.txt; '': the report's seven
+    num_samples: int = 1           # sample: continuations
+    new_tokens: int = 100          # in each
+    temperature: float = 0.8       # 0 takes the likeliest token
+    top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
         candidates(self.masks)  # fails where there is no such mask
@@ -340,16 +341,14 @@ class SelfAttention(nn.Module):
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, nh, hs)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
-    def attend(self, q, k, v):
-        """q, k, v (B, nh, T, hs) -> like q."""
+    def attend(self, q, k, v):  # each (B, nh, T, hs)
         if self.alpha is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.reading == 'renormalised' and is_local(self.masks):
             return blocked_attention(q, k, v, self.masks, self.log_c())
         return dense_attention(q, k, v, self.masks, self.log_c(), self.reading)
 
-    def forward(self, x):
-        """x (B, T, C) -> like x."""
+    def forward(self, x):  # (B, T, C)
         y = self.attend(*self.qkv(x))  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
@@ -473,7 +472,7 @@ def read_text(c):
         return ''.join(train), ''.join(texts[9::10])
     if not Path(c.data).exists():
         fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` may make one; without a name it lists all')
+             f'`python prepare_data.py {c.data}` may make one; without a name it lists them')
     try:
         text = Path(c.data).read_text('utf-8-sig')
     except UnicodeDecodeError:
@@ -498,37 +497,34 @@ def read_tokens(path, tokenizer):
         fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
     return tokens
 
-def read_json(path):
-    try:
-        return dict(json.loads(path.read_text('utf-8')))
-    except (ValueError, TypeError):
-        fail(f'{path} is not a JSON object')
-
-def read_meta(folder):
-    """meta.json, which prepare_data.py writes. Without it, tokens are GPT-2's, as in nanoGPT."""
+def read_tokenizer(folder):
+    """The tokenizer in meta.json, which prepare_data.py writes. Without it gpt2, as in nanoGPT."""
     path = folder / 'meta.json'
     if not path.exists() and (folder / 'meta.pkl').exists():
         fail(f'{folder}/meta.pkl defines its own characters, and a pickle could run code: make '
              'tokens from the text with `python prepare_data.py text FILE --tokenizer bytes`')
     if not path.exists():
-        return dict(tokenizer='gpt2')
-    meta = read_json(path)
-    if meta.get('tokenizer') not in VOCAB_SIZE:
-        fail(f'{path} names the tokenizer {meta.get("tokenizer")}: it must be bytes or gpt2')
-    return meta
+        return 'gpt2'
+    try:
+        name = json.loads(path.read_text('utf-8'))['tokenizer']
+    except (ValueError, TypeError, KeyError):
+        fail(f'{path} is not a JSON object with a tokenizer')
+    if name not in VOCAB_SIZE:
+        fail(f'{path} names the tokenizer {name}: it must be bytes or gpt2')
+    return name
 
 def load_data(c):
     """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size, and
-    facts, by which a run knows its data again."""
+    facts, which a run saves so that --resume recognises its data."""
     folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
     if folder.is_dir():
-        tokenizer = read_meta(folder)['tokenizer']
+        tokenizer = read_tokenizer(folder)
         train, val = [read_tokens(folder / name, tokenizer) for name in ('train.bin', 'val.bin')]
     else:
         tokenizer = c.tokenizer
         encode, _ = get_tokenizer(tokenizer)
         train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
-    if min(len(train), len(val)) <= c.block_size + 1:
+    if min(len(train), len(val)) <= c.block_size:
         fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
     vocab_size = VOCAB_SIZE[tokenizer]
     if 0 < c.vocab_size < vocab_size:
@@ -546,27 +542,30 @@ GPT2_FORM = dict(  # fields of config.json that change what a model computes, as
 
 def load_gpt2(path, n_head=0):
     """A GPT-2 of any size, from one of our checkpoints or a file saved by transformers. n_head
-    counts where neither the checkpoint nor a config.json beside it says how many heads it has."""
+    is used where neither the checkpoint nor a config.json beside it says how many heads it has."""
     if not Path(path).is_file():
         fail(f'--init {path} is not a file; `python {SCRIPT}.py teacher` trains a small GPT-2, '
              '`python prepare_data.py gpt2` downloads one')
     weights = {name.removeprefix('transformer.'): tensor
                for name, tensor in read_weights(path).items()
-               if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # these are causal masks
+               if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # those are causal masks
     wte, wpe = weights.get('wte.weight'), weights.get('wpe.weight')
     if wte is None or wpe is None:
         fail(f'--init {path} is not a GPT-2: it has no wte.weight, or no wpe.weight')
     if not torch.equal(weights.pop('lm_head.weight', wte), wte):
         fail(f'--init {path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
 
-    about = load_checkpoint(path).get('config', {})
+    config = load_checkpoint(path).get('config', {})
     beside = Path(path).with_name('config.json')
-    if not about and beside.exists():
-        about = read_json(beside)
+    if not config and beside.exists():
+        try:
+            config = dict(json.loads(beside.read_text('utf-8')))
+        except (ValueError, TypeError):
+            fail(f'{beside} is not a JSON object')
     for field, value in GPT2_FORM.items():
-        if about.get(field, value) != value:
-            fail(f'{beside} has {field} {about[field]}: GPT-2, as computed here, has {value}')
-    n_head = about.get('n_head', n_head)
+        if config.get(field, value) != value:
+            fail(f'{path} has {field} {config[field]}: GPT-2, as computed here, has {value}')
+    n_head = config.get('n_head', n_head)
     if not n_head:
         fail(f'--init {path} does not say how many heads it has: put its config.json beside it, '
              'or give --n-head, 12 for the smallest GPT-2')
@@ -606,13 +605,10 @@ def make_model(c, data, teacher=None):
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
-    alphas, matrices, others = [], [], []
-    for name, p in model.named_parameters():
-        group = matrices if p.dim() == 2 else others
-        if name.endswith('.alpha'):
-            group = alphas
-        if p.requires_grad:
-            group.append(p)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    alphas = [p for name, p in trained.items() if name.endswith('.alpha')]
+    matrices = [p for p in trained.values() if p.dim() == 2]
+    others = [p for name, p in trained.items() if p.dim() != 2 and not name.endswith('.alpha')]
     decay = c.weight_decay if c.stage == 'teacher' else 0.0
     groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
               dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
@@ -662,11 +658,9 @@ def evaluate(model, data, c, device):
     keeps, and every coefficient, such as 0.window:32 in layer 0."""
     c = replace(c, l1=0.0)
     total = rows = 0
-    # float32: under autocast to bfloat16 a student that equals its teacher has a KL of 3.7e-4
-    with torch.autocast(device.type, enabled=False):
-        for x, y in validation(data, c, device):
-            total += loss_of(model, (x, y), c).item() * len(x)
-            rows += len(x)
+    for x, y in validation(data, c, device):
+        total += loss_of(model, (x, y), c).item() * len(x)
+        rows += len(x)
     figures = dict(val_loss=total / rows)
     if model.teacher:
         figures['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
@@ -739,7 +733,7 @@ def learning_rate(step, c, peak):
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
-    float16 overflows and the step is skipped: that halves the loss's scale, down to 1)."""
+    float16 overflows: the scaler then skips the step and halves its scale, down to 1)."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -761,10 +755,10 @@ def train_teacher(c, folder, data):
     """Train a teacher for a new student, in the student's folder, and keep it as teacher.pt."""
     print('stage 1 of 2: a small GPT-2, the teacher, learns the text')
     teacher, _ = train(replace(c, stage='teacher'), folder, data)
-    teacher.zero_grad()  # a copy would have its last gradients, and clipping would count them
+    teacher.zero_grad()  # it stays a part of the student, and clipping would count its gradients
     if folder and RANK == 0:
         shutil.copyfile(Path(folder, 'best.pt'), Path(folder, 'teacher.pt'))
-        teacher.load_state_dict(load_checkpoint(Path(folder, 'best.pt'), own=True)['model'])
+        teacher.load_state_dict(load_checkpoint(Path(folder, 'best.pt'))['model'])
     if WORLD > 1:
         for p in teacher.parameters():
             dist.broadcast(p.data, 0)
@@ -777,7 +771,7 @@ def train(c, folder=None, data=None):
     longer than a window. A student without --init gets a teacher first."""
     device, dtype = pick_device(c)
     data, teacher = data or load_data(c), None
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)['config'] if c.resume else {}
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))['config'] if c.resume else {}
     if c.stage == 'teacher':
         c = replace(c, init='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
                     warmup_iters=100, samples=0)
@@ -801,9 +795,10 @@ def train(c, folder=None, data=None):
           f'{len(data.val):,} held out\n'
           f'folder  {folder}' + (f', from step {start}' if start else ''))
 
-    batches = prefetch(lambda step: [get_batch(data, c, step, micro, 'cpu')
-                                     for micro in range(RANK, c.grad_accum_steps, WORLD)],
-                       range(start, c.max_iters), device)
+    def make(step):  # this process's share of a step's micro-batches
+        return [get_batch(data, c, step, micro, 'cpu')
+                for micro in range(RANK, c.grad_accum_steps, WORLD)]
+    batches = prefetch(make, range(start, c.max_iters), device)
     for step in range(start, c.max_iters + 1):
         if step % c.eval_interval == 0 or step == c.max_iters:
             # save first; a run that is resumed from here evaluates again
@@ -814,8 +809,8 @@ def train(c, folder=None, data=None):
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
-            with autocast:
-                row.update(evaluate(model.eval(), data, c, device))
+            # in float32: in bfloat16 a student that equals its teacher has a KL of 3.7e-4
+            row.update(evaluate(model.eval(), data, c, device))
             if math.isnan(row['val_loss']):
                 raise FloatingPointError(f'validation loss nan at step {step}: try a lower '
                                          '--learning-rate, or check any formula you edited')
@@ -849,7 +844,7 @@ def train(c, folder=None, data=None):
 
 # ------------------------------ report, sample, criteria ------------------------------
 def report(c, model, log, folder, data):
-    """Print the result beside a yardstick, and samples; draw the run and the coefficients."""
+    """Print the result beside a reference, and samples; draw the run and the coefficients."""
     print()
     if model.teacher:
         judge(model, data, c)
@@ -864,7 +859,7 @@ def report(c, model, log, folder, data):
     draw(folder / 'curves.png', {c.stage: log}, [
         ('training loss (nats per token)', 'loss'),
         ('validation loss (nats per token; a student\'s: KL)', 'val_loss')])
-    teacher = c.init or str(folder / ('teacher.pt' if model.teacher else 'best.pt'))
+    teacher = str(folder / 'best.pt') if not model.teacher else c.init or str(folder / 'teacher.pt')
     c = replace(c, stage='student', init=teacher)
     other = 'last5' if c.masks != 'last5' else 'windows'
     actions = ['criteria', 'sample'] if model.teacher else ['sample']
@@ -926,12 +921,12 @@ def side_by_side(c, model, prompts):
     for prompt in prompts:
         if prompt.startswith('FILE:'):  # as in nanoGPT
             prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8')
-        idx = torch.tensor([encode(prompt)], device=model.wte.weight.device)  # (1, T)
+        idx = torch.tensor([encode(prompt or '\n')], device=model.wte.weight.device)  # (1, T)
         for name, net in nets.items():
             torch.manual_seed(c.seed)
             for _ in range(c.num_samples):
                 out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
-                text = decode([t for t in out if t < VOCAB_SIZE[tokenizer]])  # spare ids
+                text = decode([t for t in out if t < VOCAB_SIZE[tokenizer]])  # not those that pad
                 lines.append(f'\n{name}: {text}')
     return '\n'.join(lines)
 
@@ -970,18 +965,12 @@ def mixed_precision(device, dtype):
 
 def prefetch(make, steps, device):
     """Yield make(step), a list of batches on the CPU, for each step, with their tensors on device.
-    A thread makes the next while the caller works."""
-    def moved(future):
-        return [[x.to(device) if torch.is_tensor(x) else x for x in batch]
-                for batch in future.result()]
+    A thread makes the next while the caller works (and one too many at the end)."""
     with ThreadPoolExecutor(1) as thread:
-        coming = None
+        coming = thread.submit(make, steps.start)
         for step in steps:
-            ready, coming = coming, thread.submit(make, step)
-            if ready:
-                yield moved(ready)
-        if coming:
-            yield moved(coming)
+            batches, coming = coming.result(), thread.submit(make, step + 1)
+            yield [[x.to(device) if torch.is_tensor(x) else x for x in batch] for batch in batches]
 
 def count(model):
     """Number of trainable parameters."""
@@ -996,27 +985,24 @@ def save(folder, name, state):
     """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
-        torch.save(dict(state, script=SCRIPT), buffer)
+        torch.save(state, buffer)
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, name + '.part').write_bytes(buffer.getbuffer())
         os.replace(Path(folder, name + '.part'), Path(folder, name))
 
-def load_checkpoint(path, own=False):
-    """A checkpoint of this script if `own`, else of any program. Nothing in the file is run."""
+def load_checkpoint(path):
+    """A checkpoint of any program. Nothing in the file is run."""
+    if not Path(path).is_file():
+        fail(f'{path}: there is no such file')
     try:
         if str(path).endswith('.safetensors'):
             return read_safetensors(Path(path).read_bytes())
-        saved = dict(torch.load(path, map_location='cpu', weights_only=True))
-    except Exception as error:  # no such file, or any of PyTorch's half a dozen
+        return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        if not Path(path).is_file():
-            fail(f'{path}: there is no such file')
         fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
-    if own and saved.get('script') != SCRIPT:
-        fail(f'{path} is not a checkpoint of {SCRIPT}.py')
-    return saved
 
 def read_safetensors(raw):
     """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
@@ -1065,7 +1051,7 @@ def picture(path, paint, **size):
         paint(figure)
         figure.savefig(path)
     except Exception as error:  # a font, or matplotlib's own imports
-        print(f'note    no {path.name}: pictures need `pip install matplotlib` ({error})')
+        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
     """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
@@ -1085,18 +1071,15 @@ def draw(path, logs, panels):
         axis.legend()
     picture(path, paint, figsize=(5 * len(panels), 4))
 
-def new_folder(c, where=SCRIPT):
-    """Make a new folder, out/WHERE/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
-    if RANK:
-        return None  # only the first process writes
-    Path(c.out_dir, where).mkdir(parents=True, exist_ok=True)
-    for n in itertools.count(1):
-        folder = Path(c.out_dir, where, f'{c.variant}-s{c.seed}' + (f'-{n}' if n > 1 else ''))
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            pass
+def new_folder(c):
+    """Make a new folder, out/SCRIPT/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
+    name, n = f'{c.variant}-s{c.seed}', 1
+    folder = Path(c.out_dir, SCRIPT, name)
+    while folder.exists():
+        n += 1
+        folder = folder.with_name(f'{name}-{n}')
+    folder.mkdir(parents=True)
+    return folder
 
 def read_config(folder):
     """A run's settings, as a dict, which is empty if this script made none in that folder."""
@@ -1112,7 +1095,7 @@ def find_run(given, resume):
     typed = {name: x for name, x in given.items() if name not in MACHINE}
     c = Config(**typed)
     name = f'{c.variant}-s{c.seed}' if resume and typed else ''
-    runs = Path(given.get('out_dir', 'out'), SCRIPT).glob(f'{name}*/ckpt.pt')
+    runs = Path(given.get('out_dir', Config.out_dir), SCRIPT).glob(f'{name}*/ckpt.pt')
     runs = [file.parent for file in sorted(runs, key=os.path.getmtime, reverse=True)]
     for wanted in (asdict(c), typed) if name else (typed,):
         for folder in runs:
@@ -1122,18 +1105,15 @@ def find_run(given, resume):
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
-    saved = load_checkpoint(Path(c.folder, name), own=True)
+    saved = load_checkpoint(Path(c.folder, name))
     data = SimpleNamespace(**saved['data'])
     model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
-    try:
-        model.load_state_dict(saved['model'])
-    except RuntimeError:
-        fail(f'{c.folder} holds weights of another model: {SCRIPT}.py has changed since')
+    model.load_state_dict(saved['model'])  # fails if you have changed the model since
     return model.eval(), data
 
 def resume_run(c, model, optimizer, scaler, data):
     """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'), own=True)
+    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
     for name, x in getattr(data, 'facts', {}).items():
         if saved['data'].get(name) != x:
             fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
@@ -1147,17 +1127,17 @@ def resume_run(c, model, optimizer, scaler, data):
         scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
-def train_and_report(c, where=SCRIPT):
+def train_and_report(c):
     """Train in a new folder or, with --resume, in the old one -> its last figures."""
-    data = load_data(c)
-    folder = Path(c.folder) if c.resume else new_folder(c, where)
-    if RANK == 0:
+    data, folder = load_data(c), None
+    if RANK == 0:  # only the first process writes
+        folder = Path(c.folder) if c.resume else new_folder(c)
         (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        saved = folder / 'ckpt.pt'
-        step = load_checkpoint(saved)['progress'][0] if saved.exists() else 0
+        saved = folder and folder / 'ckpt.pt'
+        step = load_checkpoint(saved)['progress'][0] if saved and saved.exists() else 0
         print(f'\nstopped; to continue from step {step}: '
               f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
         raise SystemExit(130)
@@ -1166,14 +1146,14 @@ def train_and_report(c, where=SCRIPT):
     return dict(log[-1], log=log, folder=folder)
 
 def files_and_next(c, folder, field, values, *more):
-    """Lines that end a report: its files, further commands, and one that compares variants."""
+    """Print the end of a report: its files, further commands, and one that compares variants."""
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
     flags = []
     for f in fields(Config):
         value, flag = getattr(c, f.name), f.name.replace('_', '-')
-        if value != f.default and f.name not in MACHINE - {'max_iters'} | {'seed', field}:
-            flags.append({True: f'--{flag}', False: f'--no-{flag}'}[value] if f.type is bool
-                         else f'--{flag}={value}')
+        if value != f.default and f.name not in (MACHINE - {'max_iters'}) | {'seed', field}:
+            flags.append(f'--{flag}={value}' if f.type is not bool else
+                         f'--{flag}' if value else f'--no-{flag}')
     if Path(PROGRAM).name != f'{SCRIPT}.py':
         flags += ['--with', PROGRAM]
     compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
@@ -1186,7 +1166,7 @@ def parse(argv=None):
     """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
     words = list(sys.argv[1:] if argv is None else argv)
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # slow
+    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # needs a file
     p = argparse.ArgumentParser(
         usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
@@ -1200,8 +1180,7 @@ def parse(argv=None):
         spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
         p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
-    preset = given.pop('preset', 'tiny')
-    given = {**PRESETS[preset], **NEW.get(action, {}), **given}
+    given = {**PRESETS[given.pop('preset', 'tiny')], **NEW.get(action, {}), **given}
     for name, value in given.items():
         if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
             fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
@@ -1212,12 +1191,13 @@ def parse(argv=None):
     if new and not folder:  # with --resume, there is nothing to resume yet
         if given.get('folder'):
             fail('--folder names a run to --resume; a new run picks its own name')
-        if preset == 'tiny' and torch.cuda.is_available():
-            print(f'note    this model is small; for a GPU, try --preset t4: {PRESETS["t4"]}')
         return action, Config(**given)
     if not folder:
-        fail(f'no run with these settings in {given.get("out_dir", "out")}/{SCRIPT}: train first')
-    config = read_config(folder) or fail(f'{folder} is not a run of {SCRIPT}.py')
+        out = given.get('out_dir', Config.out_dir)
+        fail(f'no run with these settings in {out}/{SCRIPT}: train first')
+    config = read_config(folder)
+    if not config:
+        fail(f'{folder} is not a run of {SCRIPT}.py')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
@@ -1226,7 +1206,7 @@ def parse(argv=None):
                              **given, 'folder': str(folder), 'resume': new})
 
 def main(argv=None):
-    """Do what the command line says -> the resulting figures."""
+    """Do what the command line says -> what the action returns."""
     global PROGRAM
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, 'reconfigure'):  # a notebook's has not
@@ -1259,7 +1239,7 @@ def main(argv=None):
 
 ACTIONS = {'train': train_and_report, 'teacher': train_and_report, 'sample': sample,
            'criteria': criteria}
-# actions that make a run, with the settings that they stand for; others, and --resume, look for one
+# actions that start a run, and settings they imply; others, and --resume, look for an old one
 NEW = {'train': {}, 'teacher': dict(stage='teacher')}
 
 if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things

@@ -448,7 +448,7 @@ def test_gpt_mask_tokens(tmp_path):
         '(uint16)': ('3 bytes', {**ours, 'val.bin': b'abc'}),
         'empty': (' 0 bytes', {**ours, 'train.bin': b''}),
         'val.bin': ('val.bin: 0 bytes', {'train.bin': ids}),
-        'block-size': ('', {**ours, 'val.bin': ids[:17]}),
+        'block-size': ('', {**ours, 'val.bin': ids[:16]}),
         '50355': ('id 50355, first at 255', {**nanogpt, 'val.bin': ids[:300] + 50100}),
         'header': ('header', {**ours, 'train.bin': header + ids.tobytes()}),
         'not a JSON': ('JSON', {**ours, 'meta.json': b''}),
@@ -815,7 +815,7 @@ def test_vit_knows_its_data(tmp_path):
     """--resume refuses other data, and predict has the names of the classes from the run."""
     flags, data = tiny(vit, tmp_path), tmp_path / 'data'
     saved = load(done(vit, *flags)['folder'] / 'best.pt')
-    assert {*saved} == {'model', 'config', 'data', 'script'}, saved.keys()
+    assert {*saved} == {'model', 'config', 'data'}, saved.keys()
     assert saved['data']['classes'] == ['0', '1', '2'], saved['data']
     with np.load(data / 'train.npz') as file:
         x, y = file['images'], file['labels']
@@ -887,7 +887,7 @@ def test_vit_photos(tmp_path):
                                   'test/green: a class without'), strict=True):
         assert words in line, told
     end = run(vit, *flags, '--val-fraction', 0.25, '--max-iters', 30)
-    for words in ('left out 1 of 26 files', 'commonest class 83.3 %',
+    for words in ('left out 1 of 26 files', 'majority class 83.3 %',
                   '19 images of 2 classes, 6 for validation, 6 for testing'):
         assert words in end.out, (words, end.out, end.err)
     assert end.result['test_acc'] == 1, end.result
@@ -1290,10 +1290,10 @@ def test_detr_losses_by_hand():
     with patch.object(detr, 'WORLD', 2):
         close(losses_of(slice(1, 2), targets)['loss'], found['loss'], 0)
     point = boxes[0, 0]
-    close(detr.generalised_iou(0 * point, 0 * point), 0, 0)
+    close(detr.generalized_box_iou(0 * point, 0 * point), 0, 0)
     logits[0, 3, 2] = 99  # of five equal boxes, the surest of the class
-    pairs = detr.match_batch(logits[None, :1], boxes[None, :1], torch.tensor([2], device=DEVICE),
-                             point[None], [1], c)
+    two = torch.tensor([2], device=DEVICE)
+    pairs = detr.hungarian_match(logits[None, :1], boxes[None, :1], two, point[None], [1], c)
     assert pairs.T.tolist() == [[0, 0, 3, 0]], pairs
 
 def test_detr_cheapest_pairs():
@@ -1325,8 +1325,7 @@ def test_detr_ap_as_pycocotools():
                               score=round(rng.random(), 1)))
     found.append(dict(found[0], category_id=3))
     want = dict(AP=0.0750891, AP50=0.2432015, AP75=0.0244513, APs=0.0027051, APm=0.109371,
-                APl=0.3568595, AR1=0.0166667, AR10=0.2291667, AR100=0.4916667, ARs=0.1,
-                ARm=0.6361111, ARl=0.75)
+                APl=0.3568595)
     found.sort(key=lambda x: -x['image_id'])  # equal scores go by image, whatever their order here
     got = detr.coco_ap(dict(annotations=truth), found)
     wrong = {name: (x, want[name]) for name, x in got.items() if not abs(x - want[name]) < 1e-6}
@@ -1350,7 +1349,8 @@ def test_detr_shapes():
                 image, name = image.numpy() * detr.STD, data.classes[target['labels']]
                 y, x = np.nonzero(abs(image - np.median(image[:, 0])).max(0) > 0.25)
                 left, top, w, h = target['annotations'][0]['bbox']
-                for box in 64 * detr.corners(target['boxes'][0]), [left, top, left + w, top + h]:
+                corners = detr.box_cxcywh_to_xyxy(target['boxes'][0])
+                for box in 64 * corners, [left, top, left + w, top + h]:
                     close(box, [x.min(), y.min(), x.max() + 1, y.max() + 1], 5)
                 # a shape of yours may have any area
                 assert abs(len(x) / (w * h) / areas.get(name, len(x) / (w * h)) - 1) < 0.2, name
@@ -1600,7 +1600,7 @@ def test_detr_a_run_knows_its_data(tmp_path):
     parts = {'loss_ce', 'loss_bbox', 'loss_giou', 'class_error'}
     assert parts <= end.result.keys() and all(f'  {name} ' in end.out for name in parts), end.out
     saved = load(end.result['folder'] / 'best.pt')
-    assert saved.keys() == {'model', 'config', 'data', 'script'}, saved.keys()
+    assert saved.keys() == {'model', 'config', 'data'}, saved.keys()
     assert saved['data']['classes'] == [''] * 4 + ['cat'] + [''] * 4 + ['dot'], saved['data']
     for name in ('train2017', 'val2017'):
         annotate(tmp_path, name, images=images, annotations=notes,
@@ -1903,16 +1903,15 @@ def test_mask_loss():
         assert logits.dtype == torch.float32, logits.dtype
 
 def test_mask_evaluation():
-    """A student that equals its teacher has KL 0 under bfloat16 too; every sequence counts alike,
-    and --eval-rows 0 takes all that lie side by side. The likeliest text is that of a pass over the
-    last 24 tokens, which are the positions."""
+    """A student that equals its teacher has KL 0; every sequence counts alike, and --eval-rows 0
+    takes all that lie side by side. The likeliest text is that of a pass over the last 24 tokens,
+    which are the positions."""
     c = mask_config(masks='all', batch_size=3, l1=1.0)
     teacher = fill(mask.GPT2(c)).to(DEVICE)
     data = types.SimpleNamespace(val=np.arange(900) ** 2 // 7 % 40)
     def val_loss(model, c):
         return mask.evaluate(model, data, c, torch.device(DEVICE))['val_loss']
-    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
-        close(val_loss(mask.make_student(teacher, c), c), 0, 1e-7)
+    close(val_loss(mask.make_student(teacher, c), c), 0, 1e-7)
     near = mask.make_student(teacher, dataclasses.replace(c, masks='window:2'))
     for rows, starts in ((4, [0, 294, 588, 883]), (0, np.linspace(0, 883, 56).astype(int))):
         c = dataclasses.replace(c, eval_rows=rows)
@@ -1981,13 +1980,17 @@ def test_mask_two_stages(tmp_path):
     losses = [row['val_loss'] for row in end.result['log']]
     assert losses[-1] < 0.7 * losses[0], losses
     close([end.result['kl'], end.result['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
-    short = done(mask, *flags, '--init', file, '--block-size', 9, '--max-iters', 0)['folder']
+    init = [*flags, '--init', file, '--max-iters', 0]
+    equal = done(mask, *init, '--masks', 'all', '--dtype', 'bfloat16')
+    close(equal['val_loss'], 0, 1e-7)  # evaluated in float32
+    short = done(mask, *init, '--block-size', 9)['folder']
     assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
     alone = [*flags[:-4], '--out-dir', tmp_path / 'alone']  # the same teacher, in a run of its own
-    for more in ['teacher'], ['--stage', 'teacher', '--resume']:
+    for more in ['teacher', '--init', file], ['--stage', 'teacher', '--resume']:
         told = run(mask, *more, *alone)
         assert told.code == 0 and len([*tmp_path.glob('alone/*/*')]) == 1, (more, told)
         assert ('from step 30' in told.out) == ('--resume' in more), told.out
+        assert f'--init={told.result["folder"] / "best.pt"}' in told.out, told.out
     assert same(load(told.result['folder'] / 'best.pt')['model'], load(file)['model'])
     refuse(mask, ['no student'], 'criteria', '--out-dir', tmp_path / 'alone')
 
@@ -2234,7 +2237,7 @@ def test_tables_of_the_record():
     assert results.count(' --from-csv ') == len(tables) > 5, len(tables)
     halves, signed = {}, {}  # interval: half its width; and differences with theirs
     def add(low, high):
-        for scale, digits in (1, 3), (100, 1):
+        for scale, digits in (1, 4), (1, 3), (100, 1):
             text = f'{scale * low:+.{digits}f} to {scale * high:+.{digits}f}'
             halves.setdefault(text, set()).add(f'{scale * (high - low) / 2:.{digits}f}')
         signed[f'{abs(low + high) / 2:.3f} \N{PLUS-MINUS SIGN} {(high - low) / 2:.3f}'] = 0
@@ -2550,7 +2553,7 @@ def test_prefetch():
     with unittest.TestCase().assertRaises(ZeroDivisionError):
         next(batches)
     few = gpt.prefetch(lambda step: [(step,)], range(3), 'cpu')
-    assert [*few] == [[[0]], [[1]], [[2]]] and not [*gpt.prefetch(make, [], 'cpu')]
+    assert [*few] == [[[0]], [[1]], [[2]]]
 
 def test_float16_starts_with_gradients():
     """In owt-124m, at most a few gradients of the 50,304 logits are zeros at the start."""
@@ -2673,7 +2676,7 @@ def test_meta_device(tmp_path):
     raises. (Not as an index or a mask: those need a GPU.)"""
     pairs = torch.zeros(4, 1, dtype=torch.long, device='meta')
     no_autocast = patch('torch.autocast', lambda *a, **k: contextlib.nullcontext())
-    with patch.object(detr, 'match_batch', lambda *_: pairs), no_autocast, QUIET:
+    with patch.object(detr, 'hungarian_match', lambda *_: pairs), no_autocast, QUIET:
         for script in SCRIPTS:
             _, c = script.parse(short_run(script, tmp_path, *CPU))
             data = script.load_data(c)
@@ -2736,8 +2739,8 @@ def test_mistakes(tmp_path):
     with patch.object(gpt, 'loss_of', side_effect=torch.OutOfMemoryError('memory')):
         refuse(gpt, ['out of memory', '--batch-size'], *flags)
     for script, preset, name, *mistakes in (
-            (gpt, 'owt-124m', 'openwebtext', '--block-size 4000', '--n-embd 18', '--vocab-size 100',
-             "--prompt ''"),
+            (gpt, 'owt-124m', 'openwebtext', '--block-size 4000', '--n-embd 18',
+             '--vocab-size 100'),
             (vit, 'cifar-paper', 'cifar10', '--patch-size 3', '--model vit'),
             (detr, 'paper', 'coco', '--self-attention l2', '--power 2', '--nheads 5'),
             (mask, 'report004', 'wikitext', '--masks nonsense', "--masks ''", '--masks window',
@@ -2769,7 +2772,7 @@ def test_mistakes_lose_no_checkpoint(tmp_path):
     with patch('pathlib.Path.write_bytes', full):
         refuse(gpt, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
     assert all(p.read_bytes() == before for p, before in saved.items())
-    for damage in (b'', saved[file][:-100], dict(model=Trap()), dict(model={})):
+    for damage in (b'', saved[file][:-100], dict(model=Trap())):
         if type(damage) is bytes:
             file.write_bytes(damage)
         else:
@@ -2777,8 +2780,6 @@ def test_mistakes_lose_no_checkpoint(tmp_path):
         before = file.read_bytes()
         refuse(gpt, ['ckpt.pt'], '--resume', *flags)
         assert file.read_bytes() == before and not os.path.exists('trapped')
-    torch.save({**torch.load(folder / 'best.pt'), 'model': {}}, folder / 'best.pt')
-    refuse(gpt, ['weights of another model'], 'sample', '--folder', folder, *CPU)
 
 # ------------------------------------ experiments/compare.py ------------------------------------
 def fake(figure):
@@ -2868,7 +2869,7 @@ def test_compare_intervals(tmp_path):
     for row, mean, sd in zip(rows[1:], (2, 1.1), (1, 0.1)):
         half = 6.205 * sd / 3 ** 0.5  # t at 1 - .05 / 2
         close([row['diff'], row['interval']], [mean, half], 2e-3)
-    assert 'nan' not in one.out and '+1.0000       -       -' in one.out, one.out
+    assert 'nan' not in one.out and '+1.0000                   -' in one.out, one.out
 
 @wants('scipy')
 def test_compare_and_bench(tmp_path):
@@ -2887,17 +2888,21 @@ def test_compare_and_bench(tmp_path):
 
 @wants('scipy')
 def test_bench_times_the_forward_pass(tmp_path):
-    """Inference is the model's forward pass, and nothing else."""
-    def sleeping(whole, seconds):
-        return lambda *inputs: (time.sleep(seconds), whole(*inputs))[1]
+    """Inference is the model's forward pass, and nothing else, by a clock that only these move."""
+    clock = [0.0]
+    def takes(seconds, whole):
+        def slower(*inputs):
+            clock[0] += seconds
+            return whole(*inputs)
+        return slower
     flags = ['attentionx_gpt', *tiny(gpt, tmp_path), '--bench', '--rounds', 1, '--sweep',
              'attention=softmax']
-    with patch.object(gpt.GPT, 'forward', sleeping(gpt.GPT.forward, 0.1)), \
-            patch.multiple(gpt, get_batch=sleeping(gpt.get_batch, 0.2),
-                           loss_of=sleeping(gpt.loss_of, 0.2)):
+    with (patch.object(time, 'perf_counter', lambda: clock[0]),
+          patch.object(gpt.GPT, 'forward', takes(1, gpt.GPT.forward)),
+          patch.multiple(gpt, get_batch=takes(100, gpt.get_batch), loss_of=takes(10, gpt.loss_of))):
         times = done(compare, *flags)
-    assert 0.1 < times['softmax', 'inference'][-1] < 0.2, times
-    assert 0.3 < times['softmax', 'training step'][-1] < 0.5, times
+    assert times['softmax', 'inference'][-1] == 1, times
+    assert times['softmax', 'training step'][-1] == 11, times
 
 @wants('scipy')
 def test_compare_draws(tmp_path):

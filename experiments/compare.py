@@ -340,8 +340,7 @@ def choose(script, field, rows):
         value, _ = others.pop(field), others.pop('seed')
         group = groups.setdefault(repr(sorted(others.items())), {})
         group.setdefault(value, []).append(row)
-    print(f'\n{metric} by {field}: mean x number of runs. The best case is named on the left.\n'
-          '*: best at an end of the range, so a better one may lie beyond')
+    print(f'\n{metric} by {field}: mean x number of runs; *: best at an end of the range')
     for group in groups.values():
         means = {value: np.mean([row[metric] for row in group[value]]) for value in sorted(group)}
         chosen = better(means, key=means.get)
@@ -368,8 +367,8 @@ def group_by_case(script, rows, against):
 
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
 def tabulate(script, rows, metric, against=None):
-    """Print a line for each case: mean, difference from the first case, the interval that holds at
-    95 % for all rows together (Bonferroni), and its own p -> a dict for each line."""
+    """Print a line for each case: mean, difference from the first case, and the interval that holds
+    at 95 % for all rows together (Bonferroni) -> a dict for each line."""
     if not rows:
         fail('all of these runs are for choosing; none are for judging yet')
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -387,31 +386,32 @@ def tabulate(script, rows, metric, against=None):
         print('\nnote: rows come from several machines, which differ about as much as seeds do: '
               + '; '.join(machines))
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
-          f'{"paired by seed" if paired else "not paired (Welch)"}. +-: 95 % interval for all\n'
-          f'rows together (Bonferroni, {tests} tested). p: each row on its own. '
-          'The rest are means.\n'
-          f'{"":{width}}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"+-":>8}{"p":>8}'
+          f'{"paired by seed" if paired else "not paired (Welch)"}. '
+          f'Intervals: 95 % for all {tests} tested rows together\n'
+          f'{"":{width}}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"interval":>20}'
           + ''.join(f' {name:>9}' for name in others))
     table, firsts = [], [row[metric] for row in first.values()]
     for case, runs in cases.items():
         values = [row[metric] for row in runs.values()]
         gaps = [row[metric] - first[seed][metric] for seed, row in runs.items() if seed in first]
-        half, p = math.nan, math.nan
+        half = math.nan
         if not paired and runs is not first:
             gaps = values - np.mean(firsts)
         if len(gaps) > 1 and np.std(gaps) > 1e-9 * abs(np.mean(gaps)):
             test = (stats.ttest_1samp(gaps, 0) if paired else
                     stats.ttest_ind(values, firsts, equal_var=False))
             low, high = test.confidence_interval(1 - 0.05 / tests)
-            half, p = (high - low) / 2, test.pvalue
+            half = (high - low) / 2
         sizes = [row['parameters'] for row in runs.values() if 'parameters' in row]
         line = dict(case=case, size=sizes[0] / 1e6 if sizes else math.nan, mean=np.mean(values),
                     sd=np.std(values, ddof=1) if len(values) > 1 else math.nan,
-                    diff=np.mean(gaps) if len(gaps) else math.nan, interval=half, p=p)
+                    diff=np.mean(gaps) if len(gaps) else math.nan, interval=half)
         for name in others:
             line[name] = np.mean([row.get(name, math.nan) for row in runs.values()])
         table.append(line)
-        text = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}{interval:8.4f}{p:8.2g}'.format(**line)
+        text = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}'.format(**line)
+        ends = f'{line["diff"] - half:+.4f} to {line["diff"] + half:+.4f}'
+        text += f'{"-" if math.isnan(half) else ends:>20}'
         for name in others:
             text += f' {line[name]:{max(9, len(name))}.4g}'
         print(f'{case:{width}}' + text.replace('+nan', '   -').replace('nan', '  -'))

@@ -44,7 +44,7 @@ def as_published(q, k, c, is_self=False, vanilla=False, sigma=1e-4):
         inverse = detr.vanilla_inverse(k, rho)
     else:
         # drawn once; [choice] sigma: OA calls the jitter on K^T K small
-        jitter = sigma * detr.seeded(torch.rand, 1, k.size(-1))
+        jitter = sigma * torch.rand(k.size(-1), generator=torch.Generator().manual_seed(1))
         D, X = torch.linalg.eigh(k.mT @ k + jitter.diag().to(k))  # (B, nh, hs), ascending
         D = D.unsqueeze(-2)  # (B, nh, 1, hs)
         # with fewer tokens than channels, rounding makes some negative
@@ -55,7 +55,7 @@ def as_published(q, k, c, is_self=False, vanilla=False, sigma=1e-4):
         new = products + rho * (x - z)  # (3a)
         new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
         new = detr.without_self(new, is_self).clamp(-1, 1)  # [choice] 1
-        z = detr.soft(x - mu, threshold)  # (3b), with the old x
+        z = detr.soft_threshold(x - mu, threshold)  # (3b), with the old x
         x, mu = new, mu + new - z  # (3c)
     return x
 
