@@ -333,7 +333,7 @@ DATASETS = {
 
 def check_tokens(folder, meta):
     """train.bin and val.bin: uint16 tokens, from 0."""
-    tokenizer = meta.get('tokenizer') if meta else 'gpt2'  # nanoGPT's folders have no meta.json
+    tokenizer = meta.get('tokenizer')
     if tokenizer not in VOCAB_SIZE:
         yield f'{folder}/meta.json: the tokenizer is {tokenizer}, not gpt2 or bytes'
     if (folder / 'meta.pkl').exists():
@@ -495,7 +495,7 @@ def check(folder):
     """Read all of a data folder; print everything that is wrong with it, or that nothing is."""
     if not folder.is_dir():
         fail(f'{folder}: no such folder')
-    faults, meta = [], {}
+    faults, meta = [], dict(tokenizer='gpt2')  # nanoGPT's folders have no meta.json
     if (folder / 'meta.json').exists():
         try:
             meta = dict(json.loads((folder / 'meta.json').read_text('utf-8')))

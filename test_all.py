@@ -454,7 +454,7 @@ def test_gpt_mask_tokens(tmp_path):
         'not a JSON': ('JSON', {**ours, 'meta.json': b''}),
         'JSON object': ('JSON', {**ours, 'meta.json': b'[1]'}),
         'llama': ('llama', {**ours, 'meta.json': b'{"tokenizer": "llama"}'}),
-        'None': ('None', {**ours, 'meta.json': b'{"a": 1}'}),
+        'with a tokenizer': ('None', {**ours, 'meta.json': b'{}'}),
         'pickle': ('character level', {**nanogpt, 'meta.pkl': b''})}
     for name, (word, files) in {**wrong, 'ours': ('', ours), 'nanogpt': ('', nanogpt)}.items():
         (tmp_path / 'data' / name).mkdir(parents=True)
