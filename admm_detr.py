@@ -995,10 +995,10 @@ def coco_ap(ground_truth, detections):
                 for t, threshold in enumerate(IOUS):
                     correct = right_or_wrong(compared, boxes, counts, threshold, low, high)
                     AP[a, t, k] = average_precision(correct, n)
-    figures = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3])
-    for name, x in figures.items():
-        figures[name] = math.nan if np.isnan(x).all() else float(np.nanmean(x))
-    return figures
+    metrics = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3])
+    for name, x in metrics.items():
+        metrics[name] = math.nan if np.isnan(x).all() else float(np.nanmean(x))
+    return metrics
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, data):
@@ -1120,7 +1120,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
     return total.item(), 0.0 if skipped else norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    """Train a model as c says -> model, log (a list of dicts of metrics). Checkpoints and log.csv
     go to `folder`, if any. Your own data need data sets train and val, and names of classes."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
@@ -1327,7 +1327,7 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
+    """A log row's metrics as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
@@ -1383,7 +1383,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """Write all rows of figures to the table folder/log.csv."""
+    """Write all rows of metrics to the table folder/log.csv."""
     if folder and RANK == 0:
         try:
             with open(Path(folder, 'log.csv'), 'w', newline='') as file:
@@ -1404,8 +1404,8 @@ def picture(path, paint, **size):
         print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
-    """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
-    or (title, figure, second figure, which is dashed)."""
+    """Plot metrics over the steps, a line for each log in {label: log}. A panel is (title, metric)
+    or (title, metric, second metric, which is dashed)."""
     def paint(figure):
         from matplotlib import colormaps
         colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
@@ -1478,7 +1478,7 @@ def resume_run(c, model, optimizer, scaler, data):
     return saved['progress']
 
 def train_and_report(c):
-    """Train in a new folder or, with --resume, in the old one -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last metrics."""
     data, folder = load_data(c), None
     if RANK == 0:  # only the first process writes
         folder = Path(c.folder) if c.resume else new_folder(c)

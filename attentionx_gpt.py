@@ -511,13 +511,13 @@ def loss_of(model, batch, c):
 
 @torch.no_grad()
 def diagnose(model, idx):
-    """idx (B, T) -> means over all tokens of figures of attention: 0.mh is mh in layer 0.
+    """idx (B, T) -> means over all tokens of metrics of attention: 0.mh is mh in layer 0.
 
     mh is ||MH||; update is ||Phi|| or ||Delta||, and ||Delta|| <= ||MH||  [BF Eq. 11]. mh_out and
     update_out are these norms after W^o; cos_mh and cos_update are the cosines of those vectors
     with the layer's input X; alpha is <MH,V> / <V,V>.
     """
-    figures = {}
+    metrics = {}
     x = model.embed(idx)  # (B, T, C)
     for i, block in enumerate(model.transformer.h):
         attn = block.attn
@@ -536,13 +536,13 @@ def diagnose(model, idx):
         if torch.is_tensor(attn.gamma):  # a learned one
             layer['gamma'] = attn.gamma
         for name, values in layer.items():
-            figures[f'{i}.{name}'] = values.mean().item()
+            metrics[f'{i}.{name}'] = values.mean().item()
         x = block(x)
-    return figures
+    return metrics
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """Loss on evenly spread windows, and diagnose's figures on eight."""
+    """Loss on evenly spread windows, and diagnose's metrics on eight."""
     last = len(data.val) - c.block_size - 1
     starts = np.unique(np.linspace(0, last, c.eval_rows).astype(np.int64))
     total = 0.0
@@ -586,7 +586,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
     return total.item(), 0.0 if skipped else norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    """Train a model as c says -> model, log (a list of dicts of metrics). Checkpoints and log.csv
     go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val, each
     longer than a window."""
     device, dtype = pick_device(c)
@@ -756,7 +756,7 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
+    """A log row's metrics as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
@@ -812,7 +812,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """Write all rows of figures to the table folder/log.csv."""
+    """Write all rows of metrics to the table folder/log.csv."""
     if folder and RANK == 0:
         try:
             with open(Path(folder, 'log.csv'), 'w', newline='') as file:
@@ -833,8 +833,8 @@ def picture(path, paint, **size):
         print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
-    """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
-    or (title, figure, second figure, which is dashed)."""
+    """Plot metrics over the steps, a line for each log in {label: log}. A panel is (title, metric)
+    or (title, metric, second metric, which is dashed)."""
     def paint(figure):
         from matplotlib import colormaps
         colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
@@ -907,7 +907,7 @@ def resume_run(c, model, optimizer, scaler, data):
     return saved['progress']
 
 def train_and_report(c):
-    """Train in a new folder or, with --resume, in the old one -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last metrics."""
     data, folder = load_data(c), None
     if RANK == 0:  # only the first process writes
         folder = Path(c.folder) if c.resume else new_folder(c)

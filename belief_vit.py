@@ -826,7 +826,7 @@ def loss_and_accuracy(model, images, labels, c, device):
 
 @torch.no_grad()
 def diagnose(model, images):
-    """Images (B, 3, H, W) -> figures of attention at the class token, means over the images (0.mh
+    """Images (B, 3, H, W) -> metrics of attention at the class token, means over the images (0.mh
     is mh in layer 0), and for each layer a map (B, h, w) of where it looks: softmax weights on the
     patches, means over the heads, the largest scaled to 1.
 
@@ -834,7 +834,7 @@ def diagnose(model, images):
     update_out are these norms after W^o (BF claims the inequality there, too, but it can fail);
     cos_mh and cos_update: cosines of those vectors with the input X; alpha is <MH,V> / <V,V>.
     """
-    c, figures, maps = model.config, {}, []
+    c, metrics, maps = model.config, {}, []
     x, grid = model.embed(images)  # (B, T, C)
     for i, block in enumerate(model.blocks):
         attn = block.attn
@@ -852,22 +852,22 @@ def diagnose(model, images):
             alpha=(mh * v).sum(1) / (v * v).sum(1).clamp_min(1e-30),
             gamma=torch.as_tensor(attn.gamma))
         for name, values in layer.items():
-            figures[f'{i}.{name}'] = values.float().mean().item()
+            metrics[f'{i}.{name}'] = values.float().mean().item()
         scores = torch.einsum('bnh,btnh->bnt', q[:, 0], k) * c.head_size ** -0.5  # (B, nh, T)
         if c.zero_diag:
             scores[..., 0] = -math.inf
         p = scores.softmax(-1).mean(1)[:, -math.prod(grid):]  # (B, h w): patches come last
         maps.append((p / p.amax(1, keepdim=True)).unflatten(1, grid))
         x = block(x, grid)
-    return figures, maps
+    return metrics, maps
 
 def evaluate(model, data, c, device):
-    """Validation loss and accuracy, and diagnose's figures on 64 images."""
+    """Validation loss and accuracy, and diagnose's metrics on 64 images."""
     images, labels = data.val
     n = c.eval_rows or len(labels)
     loss, accuracy = loss_and_accuracy(model, images[:n], labels[:n], c, device)
-    figures, _ = diagnose(model, normalise(images[:64], model.config.image_size, c, device))
-    return dict(val_loss=loss, val_acc=accuracy, **figures)
+    metrics, _ = diagnose(model, normalise(images[:64], model.config.image_size, c, device))
+    return dict(val_loss=loss, val_acc=accuracy, **metrics)
 
 def learning_rate(step, c):
     """The learning rate of a step, counted from 0. [deviation] The papers' repositories change it
@@ -899,7 +899,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
     return total.item(), 0.0 if skipped else norm.item()
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    """Train a model as c says -> model, log (a list of dicts of metrics). Checkpoints and log.csv
     go to `folder`, if any. Your own data must look like what load_data returns."""
     device, dtype = pick_device(c)
     data = data or load_data(c)
@@ -1088,7 +1088,7 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
+    """A log row's metrics as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
@@ -1144,7 +1144,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """Write all rows of figures to the table folder/log.csv."""
+    """Write all rows of metrics to the table folder/log.csv."""
     if folder and RANK == 0:
         try:
             with open(Path(folder, 'log.csv'), 'w', newline='') as file:
@@ -1165,8 +1165,8 @@ def picture(path, paint, **size):
         print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
-    """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
-    or (title, figure, second figure, which is dashed)."""
+    """Plot metrics over the steps, a line for each log in {label: log}. A panel is (title, metric)
+    or (title, metric, second metric, which is dashed)."""
     def paint(figure):
         from matplotlib import colormaps
         colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
@@ -1239,7 +1239,7 @@ def resume_run(c, model, optimizer, scaler, data):
     return saved['progress']
 
 def train_and_report(c):
-    """Train in a new folder or, with --resume, in the old one -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last metrics."""
     data, folder = load_data(c), None
     if RANK == 0:  # only the first process writes
         folder = Path(c.folder) if c.resume else new_folder(c)

@@ -661,13 +661,13 @@ def evaluate(model, data, c, device):
     for x, y in validation(data, c, device):
         total += loss_of(model, (x, y), c).item() * len(x)
         rows += len(x)
-    figures = dict(val_loss=total / rows)
+    metrics = dict(val_loss=total / rows)
     if model.teacher:
-        figures['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
+        metrics['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
         for layer, alpha in enumerate(model.alphas()):
             for (kind, n), c_k in zip(candidates(c.masks), alpha.sigmoid().tolist()):
-                figures[f'{layer}.{kind}:{n}'] = c_k
-    return figures
+                metrics[f'{layer}.{kind}:{n}'] = c_k
+    return metrics
 
 CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
     'accuracy': ('>=', 0.95),  # its next-token accuracy / the teacher's
@@ -693,7 +693,7 @@ def forward_backward(model, x, y):
 
 def fidelity(model, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T), where y = -1 is
-    padding: CRITERIA's figures and how many pass, and both perplexities.  [MA Sec. 2.4]"""
+    padding: CRITERIA's metrics and how many pass, and both perplexities.  [MA Sec. 2.4]"""
     tokens = pairs = kl = squared_error = 0
     right, nll, gradient = [0, 0], [0, 0], [0, 0]  # of teacher and student
     for x, y in batches:
@@ -713,13 +713,13 @@ def fidelity(model, batches):
             pairs += gap.size(1) * (real.nonzero()[:, 1] + 1).sum()  # j <= i
     tokens = max(1, tokens)  # the report's edge case: all padding
     teacher_perplexity, perplexity = [(total / tokens).exp() for total in nll]
-    figures = dict(
+    metrics = dict(
         kl=(kl / tokens).clamp_min(0), accuracy=right[1] / right[0].clamp_min(1),
         mse=squared_error / pairs.clamp_min(1), cosine=F.cosine_similarity(*gradient, dim=0),
         perplexity=perplexity, teacher_perplexity=teacher_perplexity)
-    figures = {name: value.item() for name, value in figures.items()}
-    figures['passed'] = sum(passes(name, figures[name]) for name in CRITERIA)
-    return figures
+    metrics = {name: value.item() for name, value in metrics.items()}
+    metrics['passed'] = sum(passes(name, metrics[name]) for name in CRITERIA)
+    return metrics
 
 def learning_rate(step, c, peak):
     """The learning rate of a step, counted from 0."""
@@ -766,7 +766,7 @@ def train_teacher(c, folder, data):
     return teacher
 
 def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of figures). Checkpoints and log.csv
+    """Train a model as c says -> model, log (a list of dicts of metrics). Checkpoints and log.csv
     go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val, each
     longer than a window. A student without --init gets a teacher first."""
     device, dtype = pick_device(c)
@@ -876,24 +876,24 @@ def draw_layers(path, model, log):
 
 def judge(model, data, c):
     """Print the report's criteria for the masks alone and for the trained student, on c.eval_rows
-    windows -> the student's figures."""
+    windows -> the student's metrics."""
     batches = [*validation(data, c, model.wte.weight.device)]
     print('the report wants', *(f'{name} {sign} {limit:g}'.rjust(19)
                                 for name, (sign, limit) in CRITERIA.items()))
     for case, net in (('mask only', make_student(model.teacher, c)), ('trained', model)):
-        figures = fidelity(net, batches)
+        metrics = fidelity(net, batches)
         print(f'{case:16}', end='')
         for name in CRITERIA:
-            verdict = 'PASS' if passes(name, figures[name]) else 'FAIL'
-            print(f'{figures[name]:#15.3g} {verdict}', end='')
+            verdict = 'PASS' if passes(name, metrics[name]) else 'FAIL'
+            print(f'{metrics[name]:#15.3g} {verdict}', end='')
         print()
     kept = kept_pairs(model.alphas(), c.masks, c.block_size)
     rows = sum(len(x) for x, _ in batches)
-    print(f'result  {kept:.0%} of pairs give {figures["accuracy"]:.3f} times the accuracy; '
-          f'{figures["passed"]} of {len(CRITERIA)} criteria pass, on {rows} windows\n'
-          f'        perplexity {figures["perplexity"]:.3f}, the teacher\'s '
-          f'{figures["teacher_perplexity"]:.3f}')
-    return figures
+    print(f'result  {kept:.0%} of pairs give {metrics["accuracy"]:.3f} times the accuracy; '
+          f'{metrics["passed"]} of {len(CRITERIA)} criteria pass, on {rows} windows\n'
+          f'        perplexity {metrics["perplexity"]:.3f}, the teacher\'s '
+          f'{metrics["teacher_perplexity"]:.3f}')
+    return metrics
 
 def criteria(c):
     """Judge a student by the report's criteria, on --judge-rows windows."""
@@ -977,7 +977,7 @@ def count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def show(row):
-    """A log row's figures as text, except per-layer ones (0.mh) and nan."""
+    """A log row's metrics as text, except per-layer ones (0.mh) and nan."""
     return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
                      if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
 
@@ -1033,7 +1033,7 @@ def read_weights(path, **settings):
     return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
 
 def write_log(folder, log):
-    """Write all rows of figures to the table folder/log.csv."""
+    """Write all rows of metrics to the table folder/log.csv."""
     if folder and RANK == 0:
         try:
             with open(Path(folder, 'log.csv'), 'w', newline='') as file:
@@ -1054,8 +1054,8 @@ def picture(path, paint, **size):
         print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
 
 def draw(path, logs, panels):
-    """Plot figures over the steps, a line for each log in {label: log}. A panel is (title, figure)
-    or (title, figure, second figure, which is dashed)."""
+    """Plot metrics over the steps, a line for each log in {label: log}. A panel is (title, metric)
+    or (title, metric, second metric, which is dashed)."""
     def paint(figure):
         from matplotlib import colormaps
         colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
@@ -1128,7 +1128,7 @@ def resume_run(c, model, optimizer, scaler, data):
     return saved['progress']
 
 def train_and_report(c):
-    """Train in a new folder or, with --resume, in the old one -> its last figures."""
+    """Train in a new folder or, with --resume, in the old one -> its last metrics."""
     data, folder = load_data(c), None
     if RANK == 0:  # only the first process writes
         folder = Path(c.folder) if c.resume else new_folder(c)
