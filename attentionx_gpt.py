@@ -433,7 +433,7 @@ def read_tokenizer(folder):
     if not path.exists():
         return 'gpt2'
     try:
-        name = json.loads(path.read_text('utf-8'))['tokenizer']
+        name = json.loads(path.read_text('utf-8-sig'))['tokenizer']
     except (ValueError, TypeError, KeyError):
         fail(f'{path} is not a JSON object with a tokenizer')
     if name not in VOCAB_SIZE:

@@ -620,7 +620,9 @@ def read_photo(path, size, rng=None):
     try:
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file)
-            if image.mode[0] in 'IF':  # greys of more than 8 bits, which convert would cut off
+            if image.mode == 'F':
+                raise ValueError('its pixels are floats of unknown range')
+            if image.mode[0] == 'I':  # greys of more than 8 bits, which convert would cut off
                 image = Image.fromarray(eight_bits(np.asarray(image)))
             image = image.convert('RGB')
     except Exception as error:  # Pillow raises half a dozen kinds
@@ -638,12 +640,9 @@ def read_photo(path, size, rng=None):
     return np.asarray(image).transpose(2, 0, 1)
 
 def eight_bits(greys):
-    """Greys (H, W) from 0 to 1, or of 8, 12, 16 or 32 bits, as the lightest needs -> uint8."""
-    low, high = greys.min(), greys.max()
-    levels = [n for n in (1, 2 ** 8, 2 ** 12, 2 ** 16, 2 ** 31) if high <= n]
-    if not levels or not low >= 0:
-        raise ValueError(f'its greys run from {low} to {high}')
-    return (greys * (256.0 / levels[0])).clip(0, 255).astype(np.uint8)
+    """Whole greys (H, W) of 8, 12, 16 or 31 bits, as the lightest needs -> uint8."""
+    bits = next(n for n in (8, 12, 16, 31) if greys.max() < 2 ** n)
+    return (greys.clip(0) >> (bits - 8)).astype(np.uint8)
 
 def normalise(images, size, c, device='cpu'):
     """Bytes (B, 3, H, W), or paths (B,) of photos to crop at their centre -> (B, 3, size, size)

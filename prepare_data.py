@@ -354,6 +354,9 @@ def check_tokens(folder, meta):
 def check_arrays(folder, meta):
     """train.npz and perhaps test.npz: images (N, 3, H, W) uint8, labels (N,) or (N, 1)."""
     classes = meta.get('classes')
+    if not isinstance(classes, list) and (folder / 'meta.json').exists():
+        yield f'{folder}/meta.json: it must have "classes", a list of names'
+        classes = None
     for path in [folder / 'train.npz', *folder.glob('test.npz')]:
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -498,7 +501,7 @@ def check(folder):
     faults, meta = [], dict(tokenizer='gpt2')  # nanoGPT's folders have no meta.json
     if (folder / 'meta.json').exists():
         try:
-            meta = dict(json.loads((folder / 'meta.json').read_text('utf-8')))
+            meta = dict(json.loads((folder / 'meta.json').read_text('utf-8-sig')))
         except (ValueError, TypeError) as error:
             faults.append(f'{folder}/meta.json: not a JSON object: {error}')
     names = {path.name for path in folder.iterdir()}

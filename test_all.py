@@ -831,6 +831,7 @@ def test_vit_knows_its_data(tmp_path):
     for text in ('{}', '<html>', '[]', '{"classes": 3}'):
         (data / 'meta.json').write_text(text)
         refuse(vit, ['meta.json', 'classes'], *flags)
+        checked(data, 'meta.json')
 
 def test_vit_arrays(tmp_path):
     """Labels (N, 1) are as good as (N,); all else is refused by file and reason, and found by
@@ -931,15 +932,13 @@ def test_vit_read_photo(tmp_path):
     noise.transpose(Image.ROTATE_90).save(tmp_path / 'b.png', exif=exif)
     for name, deep in (  # 16 bits would be white if cut off at 255, and 12 black if divided by 256
             ('a.png', greys.astype(np.uint16) * 256 + 99), ('c.png', greys.astype(np.uint16) * 16),
-            ('d.tif', greys.astype(np.int32) * 2 ** 23), ('e.tif', np.float32(greys / 256)),
-            ('f.tif', np.float32(greys))):
+            ('d.tif', greys.astype(np.int32) * 2 ** 23)):
         Image.fromarray(deep).save(tmp_path / name)
-    for name in ('a.png', 'b.png', 'c.png', 'd.tif', 'e.tif', 'f.tif'):
+    for name in ('a.png', 'b.png', 'c.png', 'd.tif'):
         assert (vit.read_photo(tmp_path / name, 40) == vit.read_photo(path, 40)).all(), name
-    for bad in -1, math.nan:
-        Image.fromarray(np.full((9, 9), bad, np.float32)).save(tmp_path / 'f.tif')
-        with unittest.TestCase().assertRaisesRegex(OSError, 'f.tif.*greys'):
-            vit.read_photo(tmp_path / 'f.tif', 8)
+    Image.fromarray(np.float32(greys)).save(tmp_path / 'f.tif')
+    with unittest.TestCase().assertRaisesRegex(OSError, 'f.tif.*floats'):
+        vit.read_photo(tmp_path / 'f.tif', 8)
     (tmp_path / 'a.png').write_bytes((tmp_path / 'b.png').read_bytes()[:999])
     with unittest.TestCase().assertRaisesRegex(OSError, 'a.png'):
         vit.read_photo(tmp_path / 'a.png', 8)
