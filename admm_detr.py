@@ -294,7 +294,7 @@ class Config:
             fail('--self-attention l2 would give back the query: choose another')
 
     @property
-    def variant(self):
+    def variant(self):  # names folders and curves: add a field of yours to see it there
         return f'sa-{self.self_attention}-ca-{self.cross_attention}'
 
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
@@ -320,7 +320,7 @@ PRESETS = {
 MACHINE = {  # settings that a resumed run may change
     'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
     'images', 'threshold'}
-CHOICES = {
+CHOICES = {  # what a text may be; one that is not here may be anything
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'solve_over': ('key', 'value'),
     'power': (0, 1, 3, 5), 'backbone': ('small', 'resnet50'), 'stride': (4, 8, 16, 32),
     'schedule': ('cosine', 'step'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
@@ -574,6 +574,7 @@ def stream(name, *numbers):
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y) of its box a shape covers, 0 to 1. A shape must touch all four sides.
+# One more changes all drawings.
 SHAPES = {
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
@@ -1547,7 +1548,7 @@ def parse(argv=None):
         fail(f'no run with these settings in {out}/{SCRIPT}: train first')
     config = read_config(folder)
     if not config:
-        fail(f'{folder} is not a run of {SCRIPT}.py')
+        fail(f'{folder} is not a run of {SCRIPT}.py as it is now')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')

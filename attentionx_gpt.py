@@ -184,7 +184,7 @@ class Config:
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
 
     @property
-    def variant(self):
+    def variant(self):  # names folders and curves: add a field of yours to see it there
         return self.attention + ('-zd' if self.zero_diag else '')
 
 GPT2_SMALL = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, data='openwebtext',
@@ -210,7 +210,7 @@ PRESETS = {
 MACHINE = {  # a resumed run may change these settings
     'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
     'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
-CHOICES = {
+CHOICES = {  # what a text may be; one that is not here may be anything
     'attention': ATTENTION, 'arch': ('gpt2', 'rotary'), 'tokenizer': ('bytes', 'gpt2'),
     'schedule': ('cosine', 'trapezoid'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
@@ -259,8 +259,9 @@ class CausalSelfAttention(nn.Module):
         return mh, v.transpose(1, 2)
 
     def update(self, mh, v):
-        """What the layer passes on to W^o, (B, T, nh, hs)."""
-        return ATTENTION[self.config.attention](mh, v, self.gamma)
+        """What the layer passes on to W^o, (B, T, nh, hs). diagnose calls it, too."""
+        variant = ATTENTION[self.config.attention]  # a class passes on MH, unless it overrides this
+        return mh if isinstance(variant, type) else variant(mh, v, self.gamma)
 
     def project(self, mh, v):
         """MH and V -> what the layer adds to the residual stream, (B, T, C)."""
@@ -482,8 +483,8 @@ def load_weights(model, path):
         fail(f'--init {path} does not fit the model: {" ".join(str(error).split())[:200]}')
 
 def make_optimizer(model, c):
-    """AdamW, with weight decay for matrices and embeddings only. train needs one optimiser: it sets
-    every group's lr and saves its `state`."""
+    """AdamW, with weight decay for matrices and embeddings only. train needs one optimiser, no
+    subclass of AdamW: it sets every group's lr and saves its `state`."""
     matrices, others = [], []
     for name, p in model.named_parameters():
         group = matrices if name.endswith('.weight') and p.dim() == 2 else others
@@ -683,7 +684,7 @@ def bigram_loss(data):
 def draw_layers(path, log, n_layer):
     """What diagnose finds, layer by layer over the steps. (BF's Fig. 3 shows token 0 of a ViT.)"""
     if '0.mh' not in log[-1]:
-        return  # diagnose skips a class with its own forward
+        return print('note    no layers.png: diagnose skips a class with its own forward')
     layers = {}
     for i in range(n_layer):
         rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
@@ -976,7 +977,7 @@ def parse(argv=None):
         fail(f'no run with these settings in {out}/{SCRIPT}: train first')
     config = read_config(folder)
     if not config:
-        fail(f'{folder} is not a run of {SCRIPT}.py')
+        fail(f'{folder} is not a run of {SCRIPT}.py as it is now')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')

@@ -200,7 +200,7 @@ class Config:
         return replace(self, **sizes) if sizes else self
 
     @property
-    def variant(self):
+    def variant(self):  # names folders and curves: add a field of yours to see it there
         return f'{self.model}-{self.attention}' + ('-zd' if self.sized().zero_diag else '')
 
 PRESETS = {
@@ -225,7 +225,7 @@ PRESETS = {
 MACHINE = {  # a resumed run may change these settings
     'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
     'images'}
-CHOICES = {
+CHOICES = {  # what a text may be; one that is not here may be anything
     'attention': ATTENTION, 'model': MODELS, 'randaugment': ('none', 'paper', 'fixed'),
     'optimizer': ('adamw', 'set-adam'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
@@ -283,8 +283,9 @@ class Attention(nn.Module):
         return q, k, v, mh
 
     def update(self, mh, v):
-        """What the layer passes on to W^o, (B, T, nh, hs)."""
-        return ATTENTION[self.config.attention](mh, v, self.gamma)
+        """What the layer passes on to W^o, (B, T, nh, hs). diagnose calls it, too."""
+        variant = ATTENTION[self.config.attention]  # a class passes on MH, unless it overrides this
+        return mh if isinstance(variant, type) else variant(mh, v, self.gamma)
 
     def project(self, mh, v):
         """MH and V -> what the layer adds to the residual stream, (B, T, C)."""
@@ -416,9 +417,9 @@ class ViT(nn.Module):
         p = self.config.patch_size
         grid = images.size(2) // p, images.size(3) // p
         x = self.patch_embed(images)  # (B, h w, C)
-        # tokens of your own, such as registers, go between the class token and the patches
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (B, 1 + h w, C)
         x = x + resize_positions(self.pos_embed, grid)
+        # tokens of your own, such as registers, go in here, between class token and patches
         return self.drop(x), grid
 
     def forward(self, images):
@@ -468,7 +469,9 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-SHAPES = {  # signed distance of (x, y) from an edge, about, in units of half its size
+# Signed distance of (x, y) from a shape's edge, about, in half its size; turned by any angle.
+# One more changes all drawings.
+SHAPES = {
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
     'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
     'square': lambda x, y: np.maximum(abs(x), abs(y)) - 0.7,
@@ -1307,7 +1310,7 @@ def parse(argv=None):
         fail(f'no run with these settings in {out}/{SCRIPT}: train first')
     config = read_config(folder)
     if not config:
-        fail(f'{folder} is not a run of {SCRIPT}.py')
+        fail(f'{folder} is not a run of {SCRIPT}.py as it is now')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')

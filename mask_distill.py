@@ -74,6 +74,7 @@ def fail(message):
 KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
     # far: the smallest distance i - j that no window or offset reaches
     # your own kind is a line: 'stride': lambda i, j, n, far: (i - j) % n == 0,  # i, i - N, ...
+    # (it takes O(T^2), unless is_local and window_and_first know it, too)
     'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
     'window': lambda i, j, n, far: i - j < n,                 # the last N
     'offset': lambda i, j, n, far: i - j == n,                # the one N tokens back
@@ -283,7 +284,7 @@ class Config:
         return self.n_head or max(4, self.n_embd // 64)
 
     @property
-    def variant(self):
+    def variant(self):  # names folders and curves: add a field of yours to see it there
         masks = self.masks.replace(':', '').replace('+', '-')
         return 'teacher' if self.stage == 'teacher' else f'{masks}-{self.reading}-{self.learn}'
 
@@ -303,7 +304,7 @@ PRESETS = {
 MACHINE = {  # a resumed run may change these settings
     'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
     'judge_rows', 'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
-CHOICES = {
+CHOICES = {  # what a text may be; one that is not here may be anything
     'reading': READINGS, 'learn': ('alphas', 'attention'), 'stage': ('teacher', 'student'),
     'tokenizer': ('bytes', 'gpt2'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
@@ -1197,7 +1198,7 @@ def parse(argv=None):
         fail(f'no run with these settings in {out}/{SCRIPT}: train first')
     config = read_config(folder)
     if not config:
-        fail(f'{folder} is not a run of {SCRIPT}.py')
+        fail(f'{folder} is not a run of {SCRIPT}.py as it is now')
     for name, value in given.items():
         if name not in MACHINE and config[name] != value:
             fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')

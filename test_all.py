@@ -1009,12 +1009,18 @@ def test_vit_subclasses(tmp_path):
     class Own(vit.Attention):
         def forward(self, x):
             return self.proj(x)
+    class OtherHeads(vit.Attention):  # and no update: it passes on its MH
+        def heads(self, x):
+            q, k, v, mh = super().heads(x)
+            return q, k, v, mh / 2
     class WithRegisters(vit.ViT):
         def embed(self, images):
             x, grid = super().embed(images)
             return torch.cat([x[:, :1], x[:, :1] * 0 + 0.1, x[:, 1:]], 1), grid
-    with patch.dict(vit.ATTENTION, half=Half, own=Own):
+    with patch.dict(vit.ATTENTION, half=Half, own=Own, heads=OtherHeads):
         figures, maps = vit.diagnose(vit_model(attention='half'), vit_images(3))
+        logits = [vit_model(attention=name)(vit_images(3)) for name in ('half', 'heads')]
+        close(*logits, 1e-12)
         assert vit.diagnose(vit_model(attention='own'), vit_images(3)) == ({}, [])
     close(figures['1.update'], figures['1.mh'] / 2, 1e-6)
     assert len(maps) == 2
@@ -2900,7 +2906,7 @@ def test_bench_times_the_forward_pass(tmp_path):
             return whole(*inputs)
         return slower
     flags = ['attentionx_gpt', *tiny(gpt, tmp_path), '--bench', '--rounds', 1, '--sweep',
-             'attention=softmax']
+             'attention=softmax,belief']
     with (patch.object(time, 'perf_counter', lambda: clock[0]),
           patch.object(gpt.GPT, 'forward', takes(1, gpt.GPT.forward)),
           patch.multiple(gpt, get_batch=takes(100, gpt.get_batch), loss_of=takes(10, gpt.loss_of))):

@@ -598,6 +598,8 @@ def main(argv=None):
         flags += ['--init', str(made['folder'] / 'best.pt')]
         print(f'All rows share this teacher. To continue later, add {" ".join(flags[-2:])}\n')
     cases = cases_of(script, flags, o.table, o.sweep)
+    if o.bench and len(cases) < 2:
+        fail('--bench times two cases or more: give --sweep or --table')
     if o.bench:
         return bench(script, cases, o.rounds)
     if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
