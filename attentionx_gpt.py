@@ -602,10 +602,11 @@ def train(c, folder=None, data=None):
     start, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         start, seconds, log, losses = resume_run(c, model, optimizer, scaler, data)
+    before = seconds
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
           f'{len(data.val):,} held out\n'
-          f'folder  {folder}' + (f', from step {start}' if start else ''))
+          f'folder  {folder or "none, so nothing is saved"}' + f', from step {start}' * (start > 0))
 
     def make(step):  # this process's share of a step's micro-batches
         return [get_batch(data, c, step, micro, 'cpu')
@@ -648,7 +649,7 @@ def train(c, folder=None, data=None):
         seconds += time.time() - clock
         done = step + 1
         if done % c.log_interval == 0:
-            pace = seconds / done
+            pace = (seconds - before) / (done - start)  # on this machine
             print(f'step {done}/{c.max_iters} ({done / c.max_iters:.0%}), batch loss {loss:.4f}, '
                   f'{1000 * pace:.0f} ms a step, {(c.max_iters - done) * pace / 60:.1f} min left',
                   flush=True)
@@ -940,7 +941,7 @@ def files_and_next(c, folder, field, values, *more):
                           f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
     for command in more:
         print(f'next    python {PROGRAM} {command} --folder {shlex.quote(str(folder))}')
-    print(f'next    python {compare}  # trains and draws both')
+    print(f'next    python {compare}  # trains both anew, and draws')
 
 def parse(argv=None):
     """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""

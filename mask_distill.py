@@ -754,7 +754,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 
 def train_teacher(c, folder, data):
     """Train a teacher for a new student, in the student's folder, and keep it as teacher.pt."""
-    print('stage 1 of 2: a small GPT-2, the teacher, learns the text')
+    print('stage 1 of 2: a small GPT-2, the teacher, learns the text (--teacher-iters)')
     teacher, _ = train(replace(c, stage='teacher'), folder, data)
     teacher.zero_grad()  # it stays a part of the student, and clipping would count its gradients
     if folder and RANK == 0:
@@ -791,10 +791,11 @@ def train(c, folder=None, data=None):
     if c.resume:
         start, seconds, log, losses = resume_run(c, model, optimizer, scaler,
                                                  SimpleNamespace(facts=facts))
+    before = seconds
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
           f'{len(data.val):,} held out\n'
-          f'folder  {folder}' + (f', from step {start}' if start else ''))
+          f'folder  {folder or "none, so nothing is saved"}' + f', from step {start}' * (start > 0))
 
     def make(step):  # this process's share of a step's micro-batches
         return [get_batch(data, c, step, micro, 'cpu')
@@ -837,7 +838,7 @@ def train(c, folder=None, data=None):
         seconds += time.time() - clock
         done = step + 1
         if done % c.log_interval == 0:
-            pace = seconds / done
+            pace = (seconds - before) / (done - start)  # on this machine
             print(f'step {done}/{c.max_iters} ({done / c.max_iters:.0%}), batch loss {loss:.4f}, '
                   f'{1000 * pace:.0f} ms a step, {(c.max_iters - done) * pace / 60:.1f} min left',
                   flush=True)
@@ -879,6 +880,8 @@ def judge(model, data, c):
     """Print the report's criteria for the masks alone and for the trained student, on c.eval_rows
     windows -> the student's metrics."""
     batches = [*validation(data, c, model.wte.weight.device)]
+    rows = sum(len(x) for x, _ in batches)
+    print(f'judging both, one after the other, on {rows} windows')
     print('the report wants', *(f'{name} {sign} {limit:g}'.rjust(19)
                                 for name, (sign, limit) in CRITERIA.items()))
     for case, net in (('mask only', make_student(model.teacher, c)), ('trained', model)):
@@ -889,7 +892,6 @@ def judge(model, data, c):
             print(f'{metrics[name]:#15.3g} {verdict}', end='')
         print()
     kept = kept_pairs(model.alphas(), c.masks, c.block_size)
-    rows = sum(len(x) for x, _ in batches)
     print(f'result  {kept:.0%} of pairs give {metrics["accuracy"]:.3f} times the accuracy; '
           f'{metrics["passed"]} of {len(CRITERIA)} criteria pass, on {rows} windows\n'
           f'        perplexity {metrics["perplexity"]:.3f}, the teacher\'s '
@@ -1161,7 +1163,7 @@ def files_and_next(c, folder, field, values, *more):
                           f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
     for command in more:
         print(f'next    python {PROGRAM} {command} --folder {shlex.quote(str(folder))}')
-    print(f'next    python {compare}  # trains and draws both')
+    print(f'next    python {compare}  # trains both anew, and draws')
 
 def parse(argv=None):
     """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""

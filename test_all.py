@@ -2244,7 +2244,7 @@ def test_tables_of_the_record():
     tables += [(flags, '') for flags in re.findall(r'compare.py (.* --from-csv .*)', runs)]
     halves, signed = {}, {}  # interval: half its width; and differences with theirs
     def add(low, high):
-        for scale, digits in (1, 4), (1, 3), (100, 1):
+        for scale, digits in (1, 6), (1, 4), (1, 3), (100, 1):
             text = f'{scale * low:+.{digits}f} to {scale * high:+.{digits}f}'
             halves.setdefault(text, set()).add(f'{scale * (high - low) / 2:.{digits}f}')
         signed[f'{abs(low + high) / 2:.3f} \N{PLUS-MINUS SIGN} {(high - low) / 2:.3f}'] = 0
@@ -2315,7 +2315,7 @@ def test_pictures_of_the_texts():
         figures.main()
     made = {f'{name}.png' for (_, name), _ in save.call_args_list}
     headings = {re.sub(r'[^\w -]', '', line.strip('# ').lower()).replace(' ', '-')
-                for line in results.splitlines() if line.startswith('#')}
+                for line in (readme + results).splitlines() if line.startswith('#')}
     links = set(re.findall(r'\]\((?:experiments/results\.md)?#([^)]*)\)', readme + results))
     assert links <= headings, links - headings
     links = set(re.findall(r'runs/README\.md#(\w+)', results))
@@ -2868,18 +2868,22 @@ def test_compare_mistakes(tmp_path):
 def test_compare_intervals(tmp_path):
     """Paired by seed, and wider by the number of rows tested; one seed has none. Softmax comes
     first, wherever it was named, or the row --against. (The record's tables hold Welch's.)"""
-    shifts = {'attentionx': (1, 2, 3), 'belief': (1, 1.1, 1.2), 'softmax': (0, 0, 0)}
+    shifts = {'attentionx': (1, 2, 3) * 2, 'belief': (1, 1.1, 1.2) * 2, 'softmax': [0] * 6}
     patched, _ = fake(lambda c: 2.0 + shifts[c.attention][c.seed] + 10 * c.seed)
     flags = ['attentionx_gpt', '--sweep', 'attention=' + ','.join(shifts), '--csv', tmp_path / 'a']
     with patched:
-        rows = done(compare, *flags)
+        end = run(compare, *flags)
         one = run(compare, *flags, '--seeds', '0')
+        done(compare, *flags, '--max-iters', 7, '--seeds', '3,4,5')
+        refuse(compare, ['softmax differ in max_iters'], flags[0], '--from-csv', tmp_path / 'a')
         against = done(compare, *flags, '--against', 'belief')
+    rows = end.result
+    assert 'or one seed): attentionx\n' in end.out, end.out  # and not belief
     assert [row['case'] for row in rows + against][::3] == ['softmax', 'belief'], rows
     for row, mean, sd in zip(rows[1:], (2, 1.1), (1, 0.1)):
         half = 6.205 * sd / 3 ** 0.5  # t at 1 - .05 / 2
         close([row['diff'], row['interval']], [mean, half], 2e-3)
-    assert 'nan' not in one.out and '+1.0000                   -' in one.out, one.out
+    assert 'nan' not in one.out and '+1.0000                       -' in one.out, one.out
 
 @wants('scipy')
 def test_compare_and_bench(tmp_path):
@@ -2889,7 +2893,10 @@ def test_compare_and_bench(tmp_path):
         rows = done(compare, *flags, '--seeds', '0,1')
         again = run(compare, *flags, '--seeds', '0,1')
         assert ' 0 runs to do' in again.out and repr(again.result) == repr(rows), again.out
-        assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.csv')]) == 1
+        done(compare, *flags, '--seeds', '0', '--max-iters', 3)
+        for kind, n in ('csv', 1), ('png', 2):
+            found = [*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.{kind}')]
+            assert len(found) == n, found
         bench = run(compare, *flags, '--bench', '--rounds', 2)
         for what in 'training step', 'inference':
             first, second = [times for (_, kind), times in bench.result.items() if kind == what]

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy", "scipy", "tiktoken", "matplotlib"]
+# ///
 r"""Train variants of one script on the same batches and seeds; draw and tabulate them.
 
     python experiments/compare.py attentionx_gpt --sweep attention=softmax,attentionx,belief
@@ -13,7 +17,7 @@ All other flags go to the script: --preset t4, --max-iters 1000. A run uses one 
 --threads says otherwise. Each run is a row of a csv file: its settings, its figures, the version of
 the script that made it, and checksums of its data and weights. The same command trains only what
 that file lacks, so it continues where it was stopped. The last line names a picture: every case
-over steps and over seconds. Needs `pip install scipy`, and matplotlib for the picture.
+over steps and over seconds. Needs scipy, and matplotlib for the picture.
 """
 import argparse
 import contextlib
@@ -39,7 +43,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.pop('WORLD_SIZE', None)  # torchrun's, or left by it: every run here is one process
@@ -48,6 +51,11 @@ def fail(message):
     """Exit with one line that tells the user what to do."""
     print(f'compare: error: {message}', file=sys.stderr)
     raise SystemExit(2)
+
+try:
+    from scipy import stats
+except ImportError:
+    fail('comparisons need `pip install scipy`')
 
 # ------------------------------------ the documents' tables ------------------------------------
 def rows_of(flag, values):
@@ -324,7 +332,7 @@ def train_all(script, cases, seeds, role, o):
         write_rows(o.csv, [*rows, dict(case=case, role=role, **row)])
         left = (time.time() - begin) / i * (len(jobs) - i) / 60
         print(f'run {i} of {len(jobs)} done: {case}, seed {row["seed"]:g}: '
-              f'{metric} {row[metric]:.4f}; about {left:.0f} min left\n', flush=True)
+              f'{metric} {row[metric]:.5g}; about {left:.0f} min left\n', flush=True)
     rows = [row for row in read_rows(o.csv) if row['role'] == role]
     return [dict(row, case=case, folder=o.csv.with_suffix('.logs'))  # under their current names
             for case, c in wanted for row in rows
@@ -362,6 +370,9 @@ def group_by_case(script, rows, against):
         runs = cases.setdefault(row['case'], {})
         if row['seed'] in runs:
             fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files')
+        for name, x in settings_in(script, next(iter(runs.values()), row)).items():
+            if name not in ('seed', 'folder') and row.get(name, x) != x:
+                fail(f'rows of {row["case"]} differ in {name}: name a csv for each with --csv')
         runs[row['seed']] = row
     return cases
 
@@ -388,8 +399,9 @@ def tabulate(script, rows, metric, against=None):
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
           f'{"paired by seed" if paired else "not paired (Welch)"}. '
           f'Intervals: 95 % for all {tests} tested rows together\n'
-          f'{"":{width}}{"size":>7}{"mean":>9}{"sd":>8}{"diff":>9}{"interval":>20}'
+          f'{"":{width}}{"size":>7}{"mean":>10}{"sd":>9}{"diff":>10}{"interval":>24}'
           + ''.join(f' {name:>9}' for name in others))
+    digits = 6 if metric == 'kl' else 4
     table, firsts = [], [row[metric] for row in first.values()]
     for case, runs in cases.items():
         values = [row[metric] for row in runs.values()]
@@ -409,12 +421,15 @@ def tabulate(script, rows, metric, against=None):
         for name in others:
             line[name] = np.mean([row.get(name, math.nan) for row in runs.values()])
         table.append(line)
-        text = '{size:6.2f}M{mean:9.4f}{sd:8.4f}{diff:+9.4f}'.format(**line)
-        ends = f'{line["diff"] - half:+.4f} to {line["diff"] + half:+.4f}'
-        text += f'{"-" if math.isnan(half) else ends:>20}'
+        text = '{size:6.2f}M{mean:10.{n}f}{sd:9.{n}f}{diff:+10.{n}f}'.format(n=digits, **line)
+        ends = f'{line["diff"] - half:+.{digits}f} to {line["diff"] + half:+.{digits}f}'
+        text += f'{"-" if math.isnan(half) else ends:>24}'
         for name in others:
             text += f' {line[name]:{max(9, len(name))}.4g}'
         print(f'{case:{width}}' + text.replace('+nan', '   -').replace('nan', '  -'))
+    unresolved = [line['case'] for line in table[1:] if not line['interval'] < abs(line['diff'])]
+    if unresolved:
+        print(f'not resolved (0 is in the interval, or one seed): {", ".join(unresolved)}')
     return table
 
 # ------------------------------------ curves ------------------------------------
@@ -476,7 +491,7 @@ def draw_curves(script, rows, o):
     seeds = len(next(iter(cases.values())))
     picture.suptitle(f'{script.SCRIPT}: ' + (f'means and ranges of {seeds} seeds' if seeds > 1
                                              else 'one seed'))
-    path = o.csv.with_suffix('.png')
+    path = o.picture or o.csv.with_suffix('.png')
     picture.savefig(path, dpi=150, facecolor='white')
     return path
 
@@ -518,7 +533,7 @@ def bench(script, cases, rounds):
             times.setdefault((case, 'inference'), []).append(time.perf_counter() - clock)
     for what in 'training step', 'inference':
         print(f'\n{what}: median, {unit} per second, and time as a ratio '
-              'to the first case: median (quartiles)')
+              'to the first case in the same round: median (quartiles)')
         first = np.array(times[next(iter(cases)), what])
         for case, (c, *_) in ready.items():
             seconds = np.array(times[case, what])
@@ -562,7 +577,7 @@ def parse(argv):
     o, flags = p.parse_known_args(argv)
     o.tune = o.tune.replace('-', '_')
     flags = ['--threads', '1', *flags]  # of two, the second counts
-    o.metric = o.metric or RESULTS[o.script][:1]
+    o.metric, o.picture = o.metric or RESULTS[o.script][:1], None
     for path in o.from_csv or ():
         if not Path(path).exists():
             fail(f'--from-csv {path}: there is no such file')
@@ -607,6 +622,8 @@ def main(argv=None):
     if not o.csv:
         made_by = version(script)[:8] + (f'-{blob(o.extra)[:8]}' if o.extra else '')
         o.csv = Path(next(iter(cases.values())).out_dir, o.script, f'compare-{made_by}.csv')
+        crc = zlib.crc32(repr([settings_of(script, c) for c in cases.values()]).encode())
+        o.picture = o.csv.with_name(f'{o.csv.stem}-{crc:08x}.png')  # others share the csv
     rows = train_all(script, cases, o.seeds, 'choosing' if o.test_seeds else 'judging', o)
     if o.tune:
         best = choose(script, o.tune, rows)
