@@ -1137,8 +1137,9 @@ def train(c, folder=None, data=None):
         start, seconds, log, losses = resume_run(c, model, optimizer, scaler, data)
     before = seconds
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {str(dtype)[6:]}\n'
-          f'data    {getattr(data, "about", "your own")}\n'
-          f'folder  {folder or "none, so nothing is saved"}' + f', from step {start}' * (start > 0))
+          f'data    {getattr(data, "about", "your own")}'
+          + (f'\nfolder  {folder}' if folder else '')
+          + (f', from step {start}' if start else ''))
 
     def make(step):  # this process's share of a step's micro-batches
         return [get_batch(data, c, step, micro, 'cpu')

@@ -605,8 +605,9 @@ def train(c, folder=None, data=None):
     before = seconds
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
-          f'{len(data.val):,} held out\n'
-          f'folder  {folder or "none, so nothing is saved"}' + f', from step {start}' * (start > 0))
+          f'{len(data.val):,} held out'
+          + (f'\nfolder  {folder}' if folder else '')
+          + (f', from step {start}' if start else ''))
 
     def make(step):  # this process's share of a step's micro-batches
         return [get_batch(data, c, step, micro, 'cpu')

@@ -919,8 +919,9 @@ def train(c, folder=None, data=None):
     print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
           f'data    {getattr(data, "about", "your own")}, {len(data.train[1]):,} images of '
           f'{len(data.classes)} classes, {len(data.val[1]):,} for validation, '
-          f'{len(data.test[1]):,} for testing\n'
-          f'folder  {folder or "none, so nothing is saved"}' + f', from step {start}' * (start > 0))
+          f'{len(data.test[1]):,} for testing'
+          + (f'\nfolder  {folder}' if folder else '')
+          + (f', from step {start}' if start else ''))
 
     def make(step):  # this process's share of a step's micro-batches
         return [get_batch(data, c, step, micro, 'cpu')

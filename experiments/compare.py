@@ -400,7 +400,7 @@ def tabulate(script, rows, metric, against=None):
               + '; '.join(machines))
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
           f'{"paired by seed" if paired else "not paired (Welch)"}. '
-          f'Intervals: 95 % for all {tests} tested rows together\n'
+          f'Intervals: 95 %{f" for all {tests} tested rows together" if tests > 1 else ""}\n'
           f'{"":{width}}{"size":>7}{"mean":>10}{"sd":>9}{"diff":>10}{"interval":>24}'
           + ''.join(f' {name:>9}' for name in others))
     digits = 6 if metric == 'kl' else 4
