@@ -2528,6 +2528,8 @@ def test_resume_and_folders(tmp_path):
     assert newest.result['folder'] == other and 'from step 3' in newest.out, newest.out
     own = run(gpt, '--resume', *flags, '--max-iters', 9)
     assert own.result['folder'] == second and 'from step 9' in own.out, own.out
+    with patch.object(gpt, 'RANK', 1), patch.object(gpt, 'train', side_effect=KeyboardInterrupt):
+        assert run(gpt, *flags).code == 130  # a process that has no folder
 
     def folder(*words):
         return done(gpt, *words, *out)['folder']
