@@ -468,6 +468,7 @@ def test_gpt_mask_tokens(tmp_path):
                 data = script.load_data(script.Config(data=name, block_size=16))
                 assert (data.train == ids).all() and (data.val == ids[:300]).all(), name
                 assert data.vocab_size == vocab_size, (name, data.vocab_size)
+            assert len(script.load_data(script.Config(data='ours', block_size=299)).val) == 300
             for word in wrong:
                 refuse(script, [word], *tiny(script, tmp_path, '--data', word))
 
@@ -1080,6 +1081,8 @@ def test_detr_lasso_ends_at_the_minimum():
             close(x[0, head, i], want, 1e-6)
         assert not solve(1.01).any(), options
         assert solve(0.99)[:, :, :3].any(-1).all(), options
+        close(solve(0), solve(1e-9), 1e-4)  # no penalty is not no x
+        assert solve(0).any(), options
     k = torch.tensor([[[[1.0, 0.0], [1.0, 0.1]]]], device=DEVICE)
     q = torch.tensor([[[[-1.0, 5.0]]]], device=DEVICE)
     assert not detr.lasso(q, k, detr.Config(rho=1e-4, ridge=0.0, iterations=3)).any()
