@@ -1178,7 +1178,8 @@ def draw(path, logs, panels):
             axis = figure.add_subplot(1, len(panels), i, xlabel='step', title=title)
             for (label, log), colour in zip(logs.items(), colours):
                 for name, line in zip(names, ('.-', '.--')):
-                    rows = [row for row in log if name in row and row['step'] > 0]  # 0 is far off
+                    rows = [row for row in log if name in row
+                            and (row['step'] > 0 or len(log) < 3)]  # step 0 is far off
                     axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
                               color=colour, label=label)
                     label = None  # once in the legend

@@ -2546,6 +2546,11 @@ def test_resume_and_folders(tmp_path):
     told = run(gpt, 'sample', '--learning-rate', 1e-4, *out).out
     assert f'run     {slow}' in told, told
     refuse(gpt, ['train first'], 'sample', '--seed', 3, *out)
+    saved = load(second / 'ckpt.pt')
+    saved['progress'] = 9, 1e9, *saved['progress'][2:]  # seconds, on a slow machine
+    torch.save(saved, second / 'ckpt.pt')
+    told = run(gpt, '--resume', *flags, '--max-iters', 12).out
+    assert float(re.search(r'10/12 .*?(\d+) ms a step', told)[1]) < 1e6, told
     text = (tmp_path / 'text.txt').read_text()
     for changed, word in ((text[:-9], 'train'), ('T' + text[1:], 'checksum')):
         (tmp_path / 'text.txt').write_text(changed)

@@ -478,8 +478,9 @@ def draw_curves(script, rows, o):
     for (name, title), pair in zip(figures, axes):
         for ax, x in zip(pair, ('step', 'seconds')):
             for logs, (label, colour) in zip(cases.values(), looks(cases).values()):
-                lines = [line for line in zip(*logs)  # all seeds' at a step
-                         if line[0]['step'] > 0 and all(name in row for row in line)]
+                lines = [line for line in zip(*logs)  # all seeds' at a step, 0 only in short runs
+                         if all(name in row for row in line)
+                         and (line[0]['step'] > 0 or len(logs[0]) < 3)]
                 across = [np.mean([row[x] for row in line]) for line in lines] or [0]
                 values = np.array([[row[name] for row in line] for line in lines] or [[math.nan]])
                 ax.plot(across, values.mean(1), '.-', color=colour, label=label, zorder=3)
