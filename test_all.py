@@ -148,7 +148,8 @@ def wants(*packages):
 def loopback():
     """A decorator: skip the test where processes of this machine cannot meet."""
     try:
-        socket.create_server(('127.0.0.1', 0)).close()
+        with socket.create_server(('127.0.0.1', 0)) as server:
+            socket.create_connection(server.getsockname(), 5).close()
     except OSError:
         return unittest.skip('this machine has no loopback device')
     return lambda test: test
@@ -2100,6 +2101,7 @@ def test_prep_text_and_mistakes(tmp_path):
 
 @loopback()
 @patch('prepare_data.PAUSE', 0)
+@loopback()
 def test_prep_downloads(tmp_path):
     """They go on where they broke off; a wrong file is thrown away, and the next mirror asked."""
     @contextlib.contextmanager
@@ -2357,6 +2359,7 @@ def test_pasted_into_a_notebook(tmp_path):
             assert done(module, *short_run(script, tmp_path, '--max-iters', 2))['step'] == 2
 
 @wants('nbclient', 'ipykernel')
+@loopback()
 def test_notebook(tmp_path):
     """README's Colab cell in a real kernel: pictures appear, and run again it continues. Then %run
     of every script, !python, and main() in a cell."""
