@@ -162,7 +162,7 @@ def mean_eigenvalue(k):
     trace = k.square().sum((-2, -1), keepdim=True)
     return (trace / k.size(-1)).clamp_min(1e-8)
 
-@torch.compiler.assume_constant_result  # the generator would break --compile's graph
+@torch.compiler.disable  # --compile has no generators
 def gaussian(n, channels):
     """Random tokens (n, channels), drawn on the CPU, the same in every call."""
     return torch.randn(n, channels, generator=torch.Generator().manual_seed(0))
@@ -189,6 +189,8 @@ def dictionary(k, padding, centre=False, random_tokens=0):
     if centre:
         mean = k.sum(2, keepdim=True) / (~padding).sum(2, keepdim=True)
         k = (k - mean).masked_fill(padding, 0)
+    if not random_tokens:
+        return k
     extra = gaussian(random_tokens, k.size(-1)).to(k)  # (n, hs)
     return torch.cat([k, extra.expand(*k.shape[:2], -1, -1)], dim=2)  # (B, nh, N + n, hs)
 
@@ -1578,7 +1580,7 @@ def main(argv=None):
              f'--grad-accum-steps {n} --batch-size {c.batch_size * c.grad_accum_steps // n or 1}')
     if WORLD > 1:
         print(f'waiting for {WORLD} processes')
-        dist.init_process_group()
+        dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
     try:
         return ACTIONS[action](c)
     except torch.OutOfMemoryError:

@@ -1007,7 +1007,7 @@ def main(argv=None):
              f'--grad-accum-steps {n} --batch-size {c.batch_size * c.grad_accum_steps // n or 1}')
     if WORLD > 1:
         print(f'waiting for {WORLD} processes')
-        dist.init_process_group()
+        dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
     try:
         return ACTIONS[action](c)
     except torch.OutOfMemoryError:

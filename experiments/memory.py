@@ -126,8 +126,8 @@ def lengths(argv):
                 threads=torch.get_num_threads(), machine=compare.processor(device))
     layers = {kind: turn(mask_distill.SelfAttention(c), kind, c).to(device) for kind in KINDS}
     print(', '.join(f'{name} {value}' for name, value in made.items()))
-    print(f'{"":6}{"peak MiB":>27}{"milliseconds":>27}{"tokens per second":>27}')
-    print('tokens' + 3 * ''.join(f'{kind:>9}' for kind in KINDS))
+    print(f'{"":6}{"peak MiB":>27}{"milliseconds":>27}{"tokens per second":>33}')
+    print('tokens' + ''.join(f'{kind:>{n}}' for n in (9, 9, 11) for kind in KINDS))
     for n in (16, 8, 4, 2, 1):
         T, rounds = c.block_size // n, max(3, 2 * n)
         qkv = [torch.randn(1, c.heads, T, size, dtype=dtype, device=device, requires_grad=True)
@@ -137,7 +137,7 @@ def lengths(argv):
         mib = {kind: peak(f, device) for kind, f in passes.items()}  # this warms up, too
         ms = milliseconds(passes, rounds, device)
         print(f'{T:6}' + ''.join(f'{x:9,.1f}' for x in (*mib.values(), *ms.values()))
-              + ''.join(f'{1000 * T / x:9,.0f}' for x in ms.values()), flush=True)
+              + ''.join(f'{1000 * T / x:11,.0f}' for x in ms.values()), flush=True)
         rows += [dict(case=kind, tokens=T, mib=mib[kind], ms=ms[kind], rounds=rounds, **made)
                  for kind in KINDS]
     compare.write_rows(csv, rows)
@@ -147,12 +147,14 @@ def lengths(argv):
 
 # ------------------------------------ DETR's Lasso ------------------------------------
 def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
-    """Each kind in one layer of DETR's size on COCO, forward and backward, in one thread."""
+    """Each kind in one layer of DETR's size on COCO, forward and backward, in float32: on a GPU if
+    there is one, else in one thread."""
     torch.set_num_threads(1)
-    q = torch.randn(images, heads, queries, size, requires_grad=True)
-    k = torch.randn(images, heads, tokens, size, requires_grad=True)
-    c, padding = admm_detr.Config(), torch.zeros(images, tokens, dtype=torch.bool)
-    softmax = torch.nn.MultiheadAttention(heads * size, heads, batch_first=True)  # four matrices
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    q = torch.randn(images, heads, queries, size, device=device, requires_grad=True)
+    k = torch.randn(images, heads, tokens, size, device=device, requires_grad=True)
+    c, padding = admm_detr.Config(), torch.zeros(images, tokens, dtype=torch.bool, device=device)
+    softmax = torch.nn.MultiheadAttention(heads * size, heads, batch_first=True).to(device)
 
     def layer(name):
         if name == 'softmax':
@@ -167,8 +169,8 @@ def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
             return tensor
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = layer(name)  # kept alive, so that no address is used twice
-        ms = milliseconds({name: lambda: layer(name).sum().backward()}, 5, q.device)[name]
-        print(f'{name:14}{ms:8.0f} ms, {sum(kept.values()) / 2**20:6.1f} MiB kept for backward')
+        ms = milliseconds({name: lambda: layer(name).sum().backward()}, 5, device)[name]
+        print(f'{name:14}{ms:9.1f} ms, {sum(kept.values()) / 2**20:6.1f} MiB kept for backward')
 
 if __name__ == '__main__':
     if sys.argv[1:] == ['lasso']:
