@@ -191,17 +191,19 @@ def number(text):
     except ValueError:
         return text
 
+def names_of(script):
+    """Names of the settings that tell one run from another: all but the machine's."""
+    return [f.name for f in fields(script.Config) if f.name not in script.MACHINE - {'max_iters'}]
+
 def settings_of(script, c):
-    """All but the machine's, as a csv gives them back: what tells one run from another."""
-    names = [f.name for f in fields(c) if f.name not in script.MACHINE - {'max_iters'}]
-    values = {name: getattr(c, name) for name in names}
+    """A Config's settings, as a csv gives them back."""
+    values = {name: getattr(c, name) for name in names_of(script)}
     values['dtype'] = str(script.pick_device(c)[1])[6:]  # what `auto` means on this machine
     return {name: number(str(x)) for name, x in values.items() if str(x) not in ('', 'None')}
 
 def settings_in(script, row):
-    """The same fields of a row read from a csv."""
-    names = {f.name for f in fields(script.Config)}
-    return {name: x for name, x in row.items() if name in names}
+    """Those of a row read from a csv."""
+    return {name: row[name] for name in names_of(script) if name in row}
 
 # ------------------------------------ runs ------------------------------------
 def blob(path):
@@ -373,7 +375,7 @@ def group_by_case(script, rows, against):
         if row['seed'] in runs:
             fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files')
         for name, x in settings_in(script, next(iter(runs.values()), row)).items():
-            if name not in ('seed', 'folder') and row.get(name, x) != x:
+            if name != 'seed' and row.get(name, x) != x:
                 fail(f'rows of {row["case"]} differ in {name}: name a csv for each with --csv')
         runs[row['seed']] = row
     return cases
@@ -508,10 +510,11 @@ def present(script, rows, o):
 
 # ------------------------------------ bench ------------------------------------
 def bench(script, cases, rounds):
-    """Time a training step, and inference, of every case in turn, so noise hits all alike ->
-    {(case, what): seconds}. Inference is a forward pass without gradients.  [BF Tables 1 to 3]"""
+    """Time a training step, and inference, of every case in turn, so noise hits all alike -> rows:
+    medians, and quartiles of the time as a ratio to the first case's in the same round. Inference
+    is a forward pass without gradients.  [BF Tables 1 to 3]"""
     data, ready, times = script.load_data(next(iter(cases.values()))), {}, {}
-    *_, unit, inputs = UNITS[script.SCRIPT]
+    inputs = UNITS[script.SCRIPT][-1]
     for case, c in cases.items():
         device, dtype = script.pick_device(c)
         model = script.make_model(c, data).to(device)
@@ -534,19 +537,29 @@ def bench(script, cases, rounds):
             wait(device)
             times.setdefault((case, 'training step'), []).append(trained - begin)
             times.setdefault((case, 'inference'), []).append(time.perf_counter() - clock)
+    rows = []
+    for (case, what), seconds in times.items():
+        c, median = cases[case], np.median(seconds[2:])
+        ratios = np.divide(seconds, times[next(iter(cases)), what])[2:]
+        low, ratio, high = np.percentile(ratios, [25, 50, 75])
+        size = c.batch_size * getattr(c, 'block_size', 1)
+        size *= c.grad_accum_steps if what == 'training step' else 1
+        rows.append(dict(
+            case=case, role=what, ms=1000 * median, per_second=size / median, ratio=ratio, low=low,
+            high=high, rounds=rounds, compile=c.compile, **settings_of(script, c),
+            script=version(script), torch=torch.__version__, machine=processor(device)))
+    return rows
+
+def show_bench(script, rows):
+    """Print the rows of a bench."""
     for what in 'training step', 'inference':
-        print(f'\n{what}: median, {unit} per second, and time as a ratio '
+        print(f'\n{what}: median, {UNITS[script.SCRIPT][-2]} per second, and time as a ratio '
               'to the first case in the same round: median (quartiles)')
-        first = np.array(times[next(iter(cases)), what])
-        for case, (c, *_) in ready.items():
-            seconds = np.array(times[case, what])
-            low, ratio, high = np.percentile((seconds / first)[2:], [25, 50, 75])
-            median = np.median(seconds[2:])
-            size = c.batch_size * getattr(c, 'block_size', 1)
-            size *= c.grad_accum_steps if what == 'training step' else 1
-            print(f'{case:26}{1000 * median:9.1f} ms{size / median:12,.0f}'
-                  f'{ratio:8.3f} ({low:.3f}-{high:.3f})')
-    return times
+        for row in rows:
+            if row['role'] == what:
+                print('{case:26}{ms:9.1f} ms{per_second:12,.0f}{ratio:8.3f} '
+                      '({low:.3f} to {high:.3f})'.format(**row))
+    return rows
 
 def wait(device):
     """For an accelerator's queue."""
@@ -602,6 +615,8 @@ def main(argv=None):
         if not rows or not all(own <= row.keys() for row in rows):
             fail(f'--from-csv {" ".join(o.from_csv)}: not all lines are runs of {o.script}.py, '
                  'separated by commas')
+        if o.bench:
+            return show_bench(script, rows)
         o.csv = o.csv or Path(o.from_csv[0])
         if o.tune:
             choosing = [row for row in rows if row['role'] == 'choosing'] or rows
@@ -619,7 +634,10 @@ def main(argv=None):
     if o.bench and len(cases) < 2:
         fail('--bench times two cases or more: give --sweep or --table')
     if o.bench:
-        return bench(script, cases, o.rounds)
+        rows = bench(script, cases, o.rounds)
+        if o.csv:
+            write_rows(o.csv, [*(read_rows(o.csv) if o.csv.exists() else []), *rows])
+        return show_bench(script, rows)
     if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if not o.csv:

@@ -111,10 +111,10 @@ def draw_method():
     save(figure, 'method')
 
 # ------------------------------------ the record ------------------------------------
-# Three comparisons, each with a softmax of its own: variants of attentionx_gpt.py, AttentionX
-# divided by its gamma, and variants.py
-OURS = [HERE / f'runs/gpt-{name}.csv' for name in ('softmax', 'attentionx', 'belief')]
-DIVIDED = [HERE / 'runs/gpt-factor-judging.csv']
+# Each comparison has a softmax of its own. The first judges on a finer grid than the second
+FINE = [HERE / 'runs/gpt-fine-judging.csv']
+COARSE = [HERE / f'runs/gpt-{name}.csv'
+          for name in ('softmax', 'attentionx', 'belief', 'gamma', 'fine-rates')]
 OTHERS = [HERE / 'runs/gpt-variants.csv']
 
 def mean_losses(rows, variant):
@@ -126,30 +126,33 @@ def mean_losses(rows, variant):
     return {rate: np.mean(values) for rate, values in losses.items()}
 
 def draw_rates():
-    rows = [row for path in OURS for row in compare.read_rows(path)]
-    common = compare.read_rows(HERE / 'runs/gpt-common.csv')
+    figure = Figure(figsize=(9, 4), layout='constrained')
+    axes = figure.subplots(1, 2)
+    for ax, steps, choosing, judging in (
+            (axes[0], 1000, [*COARSE, HERE / 'runs/gpt-common.csv'], FINE),
+            (axes[1], 4000, [HERE / 'runs/gpt-longer-best.csv', HERE / 'runs/gpt-longer.csv'],
+             [HERE / 'runs/gpt-longer-best.csv'])):
+        tried = [row for path in choosing for row in compare.read_rows(path)
+                 if row['role'] == 'choosing' or row['learning_rate'] == 1e-3]
+        judged = [row for path in judging for row in compare.read_rows(path)
+                  if row['role'] == 'judging']
+        for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
+            name, colour = compare.VARIANTS[variant]
+            means, rings = mean_losses(tried, variant), mean_losses(judged, variant)
+            ax.plot(means.keys(), means.values(), color=colour, marker=MARKERS[variant], label=name)
+            ax.plot(rings.keys(), rings.values(), 'o', color=colour, ms=14, mfc='none')
+        ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2][:5 if steps == 1000 else 4]
+        ax.set(xscale='log', xlabel='peak learning rate', title=f'{steps} steps')
+        ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
+        ax.minorticks_off()
     longer = compare.read_rows(HERE / 'runs/gpt-equal-time.csv')
-    choosing = common + [row for row in rows if row['role'] == 'choosing']
-    judging = [row for row in rows if row['role'] == 'judging']
-    figure = Figure(figsize=(7, 4))
-    ax = figure.subplots()
-    for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
-        name, colour = compare.VARIANTS[variant]
-        means = mean_losses(choosing, variant)
-        ax.plot(means.keys(), means.values(), color=colour, marker=MARKERS[variant], label=name)
-        best = min(means, key=means.get)
-        ax.plot(best, mean_losses(judging, variant)[best], 'o', color=colour, ms=14, mfc='none')
     for steps in 1092, 1290:
         loss = np.mean([row['val_loss'] for row in longer if row['max_iters'] == steps])
-        ax.plot(1e-3, loss, 'o', color=BLACK, mfc='white', zorder=4,
-                label='softmax, more steps' if steps == 1290 else None)
-        ax.annotate(f'{steps} steps ', (1e-3, loss), ha='right', va='center', fontsize=9)
-    ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    ax.set(xscale='log', xlabel='peak learning rate (a ring: 8 other seeds at the best rate)',
-           ylabel='validation loss (nats per byte)', xlim=(5.8e-4, 2e-2))
-    ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
-    ax.minorticks_off()
-    ax.legend()
+        axes[0].plot(1e-3, loss, 'o', color=BLACK, mfc='white', zorder=4,
+                     label='softmax, more steps' if steps == 1290 else None)
+        axes[0].annotate(f'{steps} steps ', (1e-3, loss), ha='right', va='center', fontsize=9)
+    axes[0].set(xlim=(4.5e-4, 2e-2), ylabel='validation loss (nats per byte)')
+    axes[0].legend()
     save(figure, 'rates')
 
 def table(paths):
@@ -159,8 +162,7 @@ def table(paths):
                              '--from-csv', *map(str, paths)])[1:]
 
 def draw_variants():
-    divided = [line for line in table(DIVIDED) if 'v1 gamma 1/3' in line['case']]
-    lines = table([*OURS, HERE / 'runs/gpt-gamma.csv']) + divided + table(OTHERS)
+    lines = table(FINE) + table(COARSE) + table(OTHERS)
     lines.sort(key=lambda line: line['diff'])
     figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
     ax = figure.subplots()
