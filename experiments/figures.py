@@ -111,11 +111,9 @@ def draw_method():
     save(figure, 'method')
 
 # ------------------------------------ the record ------------------------------------
-# Each comparison has a softmax of its own. The first judges on a finer grid than the second
-FINE = [HERE / 'runs/gpt-fine-judging.csv']
-COARSE = [HERE / f'runs/gpt-{name}.csv'
-          for name in ('softmax', 'attentionx', 'belief', 'gamma', 'fine-rates')]
-OTHERS = [HERE / 'runs/gpt-variants.csv']
+# Comparisons by their csv files, each with a softmax of its own; FINE has a finer grid of rates
+FINE = ['gpt-fine-judging']
+COARSE = ['gpt-softmax', 'gpt-attentionx', 'gpt-belief']
 
 def mean_losses(rows, variant):
     """{rate: mean validation loss}"""
@@ -125,29 +123,33 @@ def mean_losses(rows, variant):
             losses.setdefault(row['learning_rate'], []).append(row['val_loss'])
     return {rate: np.mean(values) for rate, values in losses.items()}
 
+def read_all(names):
+    return [row for name in names for row in compare.read_rows(HERE / f'runs/{name}.csv')]
+
 def draw_rates():
     figure = Figure(figsize=(9, 4), layout='constrained')
     axes = figure.subplots(1, 2)
-    for ax, steps, choosing, judging in (
-            (axes[0], 1000, [*COARSE, HERE / 'runs/gpt-common.csv'], FINE),
-            (axes[1], 4000, [HERE / 'runs/gpt-longer-best.csv', HERE / 'runs/gpt-longer.csv'],
-             [HERE / 'runs/gpt-longer-best.csv'])):
-        tried = [row for path in choosing for row in compare.read_rows(path)
+    for ax, steps, line, choosing, judging in (
+            (axes[0], 1000, '-', [*COARSE, 'gpt-fine-rates', 'gpt-common'], FINE),
+            (axes[1], 4000, ':', ['gpt-longer-best', 'gpt-longer'], ['gpt-longer-best'])):
+        tried = [row for row in read_all(choosing)
                  if row['role'] == 'choosing' or row['learning_rate'] == 1e-3]
-        judged = [row for path in judging for row in compare.read_rows(path)
-                  if row['role'] == 'judging']
+        judged = [row for row in read_all(judging) if row['role'] == 'judging']
         for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
             name, colour = compare.VARIANTS[variant]
             means, rings = mean_losses(tried, variant), mean_losses(judged, variant)
-            ax.plot(means.keys(), means.values(), color=colour, marker=MARKERS[variant], label=name)
+            ax.plot(means.keys(), means.values(), line, color=colour, marker=MARKERS[variant],
+                    label=name)
             ax.plot(rings.keys(), rings.values(), 'o', color=colour, ms=14, mfc='none')
         ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2][:5 if steps == 1000 else 4]
         ax.set(xscale='log', xlabel='peak learning rate', title=f'{steps} steps')
         ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
         ax.minorticks_off()
-    longer = compare.read_rows(HERE / 'runs/gpt-equal-time.csv')
+    axes[0].annotate('one of 8 diverged', (1.6e-2, 1.8348), (0, 13), ha='right', fontsize=9,
+                     textcoords='offset points')
     for steps in 1092, 1290:
-        loss = np.mean([row['val_loss'] for row in longer if row['max_iters'] == steps])
+        loss = np.mean([row['val_loss'] for row in read_all(['gpt-equal-time'])
+                        if row['max_iters'] == steps])
         axes[0].plot(1e-3, loss, 'o', color=BLACK, mfc='white', zorder=4,
                      label='softmax, more steps' if steps == 1290 else None)
         axes[0].annotate(f'{steps} steps ', (1e-3, loss), ha='right', va='center', fontsize=9)
@@ -155,14 +157,19 @@ def draw_rates():
     axes[0].legend()
     save(figure, 'rates')
 
-def table(paths):
-    """compare.py's table, each variant at its best rate, without softmax's line."""
+def table(names, *flags):
+    """compare.py's lines, as in results.md, without softmax's."""
+    paths = [str(HERE / f'runs/{name}.csv') for name in names]
     with contextlib.redirect_stdout(None):
-        return compare.main(['attentionx_gpt', '--tune', 'learning_rate',
-                             '--from-csv', *map(str, paths)])[1:]
+        lines = compare.main(['attentionx_gpt', *flags, '--from-csv', *paths])
+    return [line for line in lines if not line['case'].startswith('softmax')]
 
 def draw_variants():
-    lines = table(FINE) + table(COARSE) + table(OTHERS)
+    tune = '--tune', 'learning_rate'
+    lines = table(FINE, '--against', 'softmax 1.13e-2') + table(['gpt-variants'], *tune)
+    finer = {line['case'].split()[0] for line in lines}
+    lines += [line for line in table([*COARSE, 'gpt-gamma'], *tune)
+              if line['case'].split()[0] not in finer or 'attentionx 2' in line['case']]
     lines.sort(key=lambda line: line['diff'])
     figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
     ax = figure.subplots()
