@@ -3,7 +3,7 @@ r"""Memory and time of attention: what masks save, how it scales with length, an
     python experiments/memory.py --masks window:64+sinks:4 --n-layer 12 --n-head 12 \
         --n-embd 768 --vocab-size 50257 --block-size 2048  # GPT-2, with random weights
     python experiments/memory.py lengths  # a layer of GPT-2's size, 256 to 4096 tokens
-    python experiments/memory.py lasso
+    python experiments/memory.py lasso  # or lasso cuda
 
 The first two compare three kinds of attention: eager, which stores T x T scores, and two that do
 not, PyTorch's fused kernel and masks in blocks. The first takes a whole model in float32, whose
@@ -146,11 +146,11 @@ def lengths(argv):
     return rows
 
 # ------------------------------------ DETR's Lasso ------------------------------------
-def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
-    """Each kind in one layer of DETR's size on COCO, forward and backward, in float32: on a GPU if
-    there is one, else in one thread."""
+def lasso(device='cpu', images=2, heads=8, queries=100, tokens=850, size=32):
+    """Each kind in one layer of DETR's size on COCO, forward and backward, in float32 and one
+    thread."""
     torch.set_num_threads(1)
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    device = torch.device(device)
     q = torch.randn(images, heads, queries, size, device=device, requires_grad=True)
     k = torch.randn(images, heads, tokens, size, device=device, requires_grad=True)
     c, padding = admm_detr.Config(), torch.zeros(images, tokens, dtype=torch.bool, device=device)
@@ -173,8 +173,8 @@ def lasso(images=2, heads=8, queries=100, tokens=850, size=32):
         print(f'{name:14}{ms:9.1f} ms, {sum(kept.values()) / 2**20:6.1f} MiB kept for backward')
 
 if __name__ == '__main__':
-    if sys.argv[1:] == ['lasso']:
-        lasso()
+    if sys.argv[1:2] == ['lasso']:
+        lasso(*sys.argv[2:])
     elif sys.argv[1:2] == ['lengths']:
         lengths(sys.argv[2:])
     else:
