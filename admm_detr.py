@@ -27,7 +27,7 @@ one d x d Cholesky factor per head.
     [OA Sec. 3]    x^5 / sum |x^5|                                         sharpen
     [OA Fig. 1]    where a query of the decoder looks                      find
 
-    python admm_detr.py                                # train: five minutes on a CPU, no network
+    python admm_detr.py                                # train: four minutes on a CPU, no network
     python admm_detr.py --cross-attention softmax      # the baseline
     python admm_detr.py --resume                       # continue the last run
     python admm_detr.py detect --images photo.jpg      # what the last run finds in photos

@@ -33,7 +33,7 @@ found, the MLP works token by token, and V - MH is how far a token disagrees wit
 AttentionX's first version with gamma and its revision with 1 / gamma can represent the same
 functions, as W^o absorbs the factor, but train differently: the factor scales the update.
 
-    python attentionx_gpt.py                              # train: 1.5 minutes on a CPU, no network
+    python attentionx_gpt.py                              # train: a minute on two cores, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
     python attentionx_gpt.py --resume                     # continue the newest run
     python attentionx_gpt.py sample --prompt "def main("  # let the model continue a text

@@ -25,7 +25,7 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     [BF Eq. 11]     ||Delta|| <= ||MH||, measured as in BF's Fig. 3      diagnose
     [BF Sec. 5.3]   SET-Adam at 1e-4, betas 0.9 and 0.999, eps 1e-18     SETAdam, cifar-paper
 
-    python belief_vit.py                           # train: 1.5 minutes on a CPU, no network
+    python belief_vit.py                           # train: a minute on two cores, no network
     python belief_vit.py --attention softmax       # the baseline, on the same batches
     python belief_vit.py --resume                  # continue the newest run
     python belief_vit.py predict --images a.png    # classify a picture with the last run

@@ -21,7 +21,7 @@ The report does not number its sections; we count them. It does not say how W en
 READINGS has three ways. The default is softmax(scores + log W). There only the ratios of the c_k
 matter, so L1 can lower them all at no cost, and every alpha keeps falling, as the report observed.
 
-    python mask_distill.py                              # a teacher, then a student: 2 minutes
+    python mask_distill.py                              # a teacher, then a student: a minute
     python mask_distill.py --resume                     # continue the newest run, in either stage
     python mask_distill.py --init FILE --masks last5    # another student of the teacher in FILE
     python mask_distill.py sample --prompt "def main("  # teacher and student continue a text
