@@ -2349,6 +2349,11 @@ def test_tables_of_the_record():
         says = up if float(low) > 0 else down if float(high) < 0 else 'open'
         assert verdict in (says, 'open'), (number, low, high, verdict)
 
+    finer = {}
+    for row in rows_of('gpt-fine-rates'):
+        finer.setdefault(row['case'], []).append(row['val_loss'])
+    assert f'{np.mean(finer["softmax 1.13e-2"]):.4f} at 1.13e-2' in results, finer
+
     last = [row for row in rows_of('gpt-belief-log') if row['step'] == 1000]
     for i in range(3):  # BeliefFormer's lengths and angles, layer by layer
         ratios = [row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in last]
