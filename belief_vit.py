@@ -1107,17 +1107,15 @@ def save(folder, name, state):
 
 def load_checkpoint(path):
     """A checkpoint of any program. Nothing in the file is run."""
-    if not Path(path).is_file():
-        fail(f'{path}: there is no such file')
     try:
         if str(path).endswith('.safetensors'):
             return read_safetensors(Path(path).read_bytes())
         return dict(torch.load(path, map_location='cpu', weights_only=True))
-    except Exception as error:  # any of PyTorch's half a dozen
+    except Exception as error:  # there is no such file, or any of PyTorch's half a dozen
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         if held:
             fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        fail(f'{path} is cut off, or no checkpoint: {" ".join(str(error).split())[:150]}')
+        fail(f'{path} cannot be read as a checkpoint: {" ".join(str(error).split())[:150]}')
 
 def read_safetensors(raw):
     """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
@@ -1150,13 +1148,10 @@ def read_weights(path, **settings):
 def write_log(folder, log):
     """Write all rows of metrics to the table folder/log.csv."""
     if folder and RANK == 0:
-        try:
-            with open(Path(folder, 'log.csv'), 'w', newline='') as file:
-                writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
-                writer.writeheader()
-                writer.writerows(log)
-        except PermissionError as error:  # Excel has it open, say
-            print(f'note    {error}: its rows follow with the next evaluation')
+        with open(Path(folder, 'log.csv'), 'w', newline='') as file:
+            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+            writer.writeheader()
+            writer.writerows(log)
 
 def picture(path, paint, **size):
     """Save what paint(figure) draws. Without matplotlib, or if it fails, print a note."""

@@ -530,9 +530,9 @@ def test_gpt_init(tmp_path):
         refuse(gpt, words, *flags)
     torch.save(dict(model=state, config=dict(n_head=3), model_args=dict(n_head=2)), file)
     done(gpt, *flags)  # nanoGPT's fine-tunes keep settings of train.py, unused, under config
-    refuse(gpt, ['none.pt', 'no such file'], *flags, '--init', 'none.pt')
+    refuse(gpt, ['none.pt', 'No such file'], *flags, '--init', 'none.pt')
     file.write_bytes(file.read_bytes()[:999])
-    refuse(gpt, ['nano.pt', 'cut off'], *flags)
+    refuse(gpt, ['nano.pt', 'cannot be read'], *flags)
 
 def test_gpt_diagnose():
     """One layer by hand; belief-star has two matrices, in this order.  [BF Eq. 15] A subclass is
@@ -1910,7 +1910,7 @@ def test_mask_safetensors(tmp_path):
     for wrong in (raw[:-9999], raw[:99], raw[:5], b'', raw[:8] + b'<' * n + raw[8 + n:],
                   far + raw[8 + n:], b'<!doctype html>' * 99):
         file.write_bytes(wrong)
-        refuse(mask, ['model.safetensors', 'cut off, or no checkpoint'], *flags)
+        refuse(mask, ['model.safetensors', 'cannot be read'], *flags)
 
 def test_mask_what_a_student_trains():
     """It is a copy of the teacher, with masks. --learn says what trains, alphas have a rate of

@@ -444,15 +444,14 @@ VARIANTS = {  # name and colour in every picture; colour-blind readers can tell 
     'attentionx-learned': ('AttentionX, learned γ', '#E69F00'),
     'attentionx-zd': ('AttentionX, zero diagonal', '#AA4499'),
     'value-skip': ('MH + V, a control', '#AAAAAA'),
-    'differential': ('differential attention', '#332288'), 'gated': ('gated attention', '#661100'),
-    'laplacian': ('Laplacian heads', '#666633'),
     'attentionx-v1': ('AttentionX divided by γ', '#882255')}
+SPARE = ['#332288', '#661100', '#666633']  # for cases without a name here
 
 def looks(cases):
     """{case: (name, colour)}: the baseline, which is first, is black, and the others are not."""
     known = {case: VARIANTS.get(case, (case, None)) for case in cases}
     used = {'#000000', *(colour for _, colour in known.values())}
-    spare = itertools.cycle(x for _, x in VARIANTS.values() if x not in used)
+    spare = itertools.cycle([*SPARE, *(x for _, x in VARIANTS.values() if x not in used)])
     return {case: (name, '#000000' if case == [*cases][0] else
                    next(spare) if colour in (None, '#000000') else colour)
             for case, (name, colour) in known.items()}

@@ -24,7 +24,10 @@ import compare
 HERE = Path(__file__).resolve().parent
 BLACK, GREEN, RED = '#000000', '#009E73', '#D55E00'  # Okabe and Ito's
 WINE, INDIGO, PURPLE, GREY, PALE = '#882255', '#332288', '#AA4499', '#767676', '#DDDDDD'
-MARKERS = dict(zip(compare.VARIANTS, 'os^DvPXp<>hd'))  # names and colours are compare.py's
+VARIANTS = {  # name and colour; those of variants.py, and compare.py's
+    **compare.VARIANTS, 'differential': ('differential attention', INDIGO),
+    'gated': ('gated attention', '#661100'), 'laplacian': ('Laplacian heads', '#666633')}
+MARKERS = dict(zip(VARIANTS, 'os^DvPXpd<>h'))
 matplotlib.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': PALE,
     'legend.frameon': False})
@@ -137,7 +140,7 @@ def draw_rates():
                  if row['role'] == 'choosing' or row['learning_rate'] == 1e-3]
         judged = [row for row in read_all(judging) if row['role'] == 'judging']
         for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
-            name, colour = compare.VARIANTS[variant]
+            name, colour = VARIANTS[variant]
             means, rings = mean_losses(tried, variant), mean_losses(judged, variant)
             ax.plot(means.keys(), means.values(), line, color=colour, marker=MARKERS[variant],
                     label=name)
@@ -177,7 +180,7 @@ def draw_variants():
     ax = figure.subplots()
     for line in lines:
         variant, *gamma, rate = line['case'].split()
-        name, colour = compare.VARIANTS[variant]
+        name, colour = VARIANTS[variant]
         name += ', γ = 2' if gamma == ['2'] else ''
         ax.errorbar(line['diff'], f'{name}, at {float(rate):g}', xerr=line['interval'],
                     color=colour, marker=MARKERS[variant], capsize=4, lw=2, ms=7)
