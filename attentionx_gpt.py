@@ -21,7 +21,7 @@ found, the MLP works token by token, and V - MH is how far a token disagrees wit
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    a learned parameter: [choice] one gamma per head      attentionx-learned
+    [AX2 Sec. 5]    a learned parameter: [choice] one gamma per head     attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
     [BF Eq. 13]     Delta_s: the same in every head, beta for alpha      belief-head

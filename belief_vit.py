@@ -15,10 +15,10 @@ AttentionX the difference V - MH. (The docstring of attentionx_gpt.py says where
     equation        what reaches the output projection                   function
     [BF Eq. 9]      MH                                                   multi_head, softmax
     [BF Eq. 10]     Delta = MH - alpha V,      alpha = <MH,V> / <V,V>    belief, orthogonal
-    [BF Eq. 13]     Delta_s: Eq. 10 in each head, beta for alpha      belief-head
+    [BF Eq. 13]     Delta_s: the same in every head, beta for alpha      belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s                              belief-star, BeliefStar
     [AX2 Eq. 10]    Phi = V - gamma MH,        gamma >= 1                attentionx
-    [AX2 Sec. 5]    a learned parameter: [choice] one gamma per head      attentionx-learned
+    [AX2 Sec. 5]    a learned parameter: [choice] one gamma per head     attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,        0 < gamma <= 1            attentionx-v1
     [AX1 Sec. 4.1]  gamma = 1 in a ViT                                   default_gamma
     [AX2 Sec. 3.2]  gamma = 1 where no token attends to itself           default_gamma
