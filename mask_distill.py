@@ -260,7 +260,7 @@ class Config:
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: up to four
-    log_interval: int = 10         # steps between lines of progress
+    log_interval: int = 10         # steps between lines of progress; 0: none
     resume: bool = False           # continue the last run with these settings, or start one
     out_dir: str = 'out'           # where runs are written
     # actions
@@ -838,7 +838,7 @@ def train(c, folder=None, data=None):
         losses.append(loss)
         seconds += time.time() - clock
         done = step + 1
-        if done % c.log_interval == 0:
+        if c.log_interval and done % c.log_interval == 0:
             pace = (seconds - before) / (done - start)  # on this machine
             print(f'step {done}/{c.max_iters} ({done / c.max_iters:.0%}), batch loss {loss:.4f}, '
                   f'{1000 * pace:.0f} ms a step, {(c.max_iters - done) * pace / 60:.1f} min left',
@@ -924,7 +924,7 @@ def side_by_side(c, model, prompts):
     lines = []
     for prompt in prompts:
         if prompt.startswith('FILE:'):  # as in nanoGPT
-            prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8')
+            prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
         idx = torch.tensor([encode(prompt or '\n')], device=model.wte.weight.device)  # (1, T)
         for name, net in nets.items():
             torch.manual_seed(c.seed)
@@ -1088,20 +1088,18 @@ def read_config(folder):
     return {**known, **config} if config and config.keys() <= known.keys() else {}
 
 def find_run(given, resume):
-    """--folder, or the newest run with the settings `given` on the command line, or None. For
-    --resume it has the command's own name and, if there is such a run, no other settings."""
+    """--folder, or the newest run with the settings `given` on the command line, or None. With
+    --resume the others must be the defaults, unless none are given: a command finds its own run."""
     if given.get('folder'):
         return Path(given['folder'])
-    typed = {name: x for name, x in given.items() if name not in MACHINE}
-    c = Config(**typed)
-    name = f'{c.variant}-s{c.seed}' if resume and typed else ''
-    runs = Path(given.get('out_dir', Config.out_dir), SCRIPT).glob(f'{name}*/ckpt.pt')
-    runs = [file.parent for file in sorted(runs, key=os.path.getmtime, reverse=True)]
-    for wanted in (asdict(c), typed) if name else (typed,):
-        for folder in runs:
-            config = read_config(folder)
-            if config and all(config[key] == x for key, x in wanted.items() if key not in MACHINE):
-                return folder
+    wanted = {name: x for name, x in given.items() if name not in MACHINE}
+    if resume and wanted:
+        wanted = {name: x for name, x in asdict(Config(**wanted)).items() if name not in MACHINE}
+    files = Path(given.get('out_dir', Config.out_dir), SCRIPT).glob('*/ckpt.pt')
+    for file in sorted(files, key=os.path.getmtime, reverse=True):
+        config = read_config(file.parent)
+        if config and wanted.items() <= config.items():
+            return file.parent
 
 def load_run(c, name='best.pt'):
     """Model of a run, with its best weights, and what the run knows of its data."""
@@ -1132,21 +1130,24 @@ def train_and_report(c):
     data, folder = load_data(c), None
     if RANK == 0:  # only the first process writes
         folder = Path(c.folder) if c.resume else new_folder(c)
-        (folder / 'config.json').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
+        (folder / 'config.part').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
+        os.replace(folder / 'config.part', folder / 'config.json')
     try:
         model, log = train(c, folder, data)
     except KeyboardInterrupt:
-        saved = folder and folder / 'ckpt.pt'
-        step = load_checkpoint(saved)['progress'][0] if saved and saved.exists() else 0
-        print(f'\nstopped; to continue from step {step}: '
-              f'python {PROGRAM} --resume --folder {shlex.quote(str(folder))}')
+        print('\nstopped')
+        if folder and (folder / 'ckpt.pt').exists():
+            step = load_checkpoint(folder / 'ckpt.pt')['progress'][0]
+            print(f'to continue from step {step}: '
+                  f'python {PROGRAM} --resume --folder {shlex.quote(folder.as_posix())}')
         raise SystemExit(130)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
 def files_and_next(c, folder, field, values, *more):
-    """Print the end of a report: its files, further commands, and one that compares variants."""
+    """Print the end of a report: its files, further commands, and one that trains variants anew, to
+    compare them."""
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
     flags = []
     for f in fields(Config):
@@ -1159,8 +1160,8 @@ def files_and_next(c, folder, field, values, *more):
     compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
                           f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
     for command in more:
-        print(f'next    python {PROGRAM} {command} --folder {shlex.quote(str(folder))}')
-    print(f'next    python {compare}  # trains both anew, and draws')
+        print(f'next    python {PROGRAM} {command} --folder {shlex.quote(folder.as_posix())}')
+    print(f'next    python {compare}')
 
 def parse(argv=None):
     """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""

@@ -25,6 +25,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import tarfile
@@ -576,7 +577,7 @@ def prepare(args):
     meta['verified'] = all(digest for _, digest, *_ in files)
     (out / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
     os.rename(out, folder)
-    print(f'{folder} is ready\nnext: python {script} --data {folder}')
+    print(f'{folder} is ready\nnext: python {script} --data {shlex.quote(folder.as_posix())}')
     return meta
 
 def parse(argv):
@@ -598,6 +599,8 @@ def parse(argv):
     if not 1 <= args.parts <= most:
         fail(f'--parts {args.parts}: use 1 to {most} with {args.name}')
     if args.name == 'text':
+        if not args.path.is_file():
+            fail(f'{args.path} is not a file')
         args.local = args.path
     return args
 

@@ -2042,7 +2042,7 @@ def test_mask_two_stages(tmp_path):
     short = done(mask, *init, '--block-size', 9)['folder']
     assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
     alone = [*flags[:-4], '--out-dir', tmp_path / 'alone']  # the same teacher, in a run of its own
-    for more in ['teacher', '--init', file], ['--stage', 'teacher', '--resume']:
+    for more in ['teacher', '--init', file], ['teacher', '--init', file, '--resume']:
         told = run(mask, *more, *alone)
         assert told.code == 0 and len([*tmp_path.glob('alone/*/*')]) == 1, (more, told)
         assert ('from step 30' in told.out) == ('--resume' in more), told.out
@@ -2053,7 +2053,8 @@ def test_mask_two_stages(tmp_path):
     file.unlink()
     last = ['--out-dir', (tmp_path / 'out').rename(tmp_path / 'moved'), '--masks', 'window:1', *CPU]
     shutil.rmtree(tmp_path / 'moved/mask_distill' / short.name)
-    longer = done(mask, '--resume', *last, '--max-iters', 50)
+    folder = tmp_path / 'moved/mask_distill' / end.result['folder'].name
+    longer = done(mask, '--resume', '--folder', folder, *CPU, '--max-iters', 50)
     assert done(mask, 'sample', *last, '--new-tokens', 2).count('The meaning of life') == 2
     few, whole = [run(mask, 'criteria', *last, '--judge-rows', rows) for rows in (8, 0)]
     assert few.result['kl'] == longer['kl'] != whole.result['kl'], (few.result, longer)
@@ -2127,7 +2128,7 @@ def test_prep_text_and_mistakes(tmp_path):
     with patch('prepare_data.DATA', tmp_path / 'data'), prepare_data.lock('coco'):
         meta = done(prepare_data, 'text', notes, '--tokenizer', 'bytes')
         before = contents(tmp_path / 'data')
-        mistakes = {f'text {notes}': 'already', f'text {latin}': 'UTF-8', 'text': 'FILE',
+        mistakes = {f'text {notes}': 'already', f'text {tmp_path}': 'not a file', f'text {latin}': 'UTF-8', 'text': 'FILE',
                     'check': 'FOLDER', 'check x': 'no such folder', 'pile': 'choice',
                     'cifar10 --from x': 'no such file', 'coco --parts 3': '1 to 2',
                     'coco': 'another run', f'gpt2 --from {notes}': '--init'}
@@ -2586,7 +2587,7 @@ def test_resume_bit_for_bit(tmp_path):
 def test_resume_and_folders(tmp_path):
     """Every command trains in a folder of its own. The same command with --resume continues its own
     run, extends it, or starts one; without settings it is the newest run's. Other data under the
-    same name are refused. A setting that is not typed is the default where a run of it exists."""
+    same name are refused."""
     flags, out = tiny(gpt, tmp_path, *CPU), ['--out-dir', tmp_path / 'out']
     first = done(gpt, '--resume', *flags)['folder']
     config = json.loads((first / 'config.json').read_text())
@@ -2603,7 +2604,8 @@ def test_resume_and_folders(tmp_path):
                          (['--folder'], '--folder', second),
                          (['not a run'], '--resume', '--folder', tmp_path / 'nowhere')):
         refuse(gpt, words, *flags, *more)
-    other = done(gpt, '--resume', *flags, '--seed', 5, '--max-iters', 3)['folder']
+    other = done(gpt, '--resume', *flags, '--seed', 5, '--max-iters', 3,
+                 '--log-interval', 0)['folder']
     assert other.name == first.name.replace('1337', '5'), other  # none had this seed
     newest = run(gpt, '--resume', *out, '--max-iters', 6)
     assert newest.result['folder'] == other and 'from step 3' in newest.out, newest.out
@@ -2611,14 +2613,16 @@ def test_resume_and_folders(tmp_path):
     assert own.result['folder'] == second and 'from step 9' in own.out, own.out
     with patch.object(gpt, 'RANK', 1), patch.object(gpt, 'train', side_effect=KeyboardInterrupt):
         assert run(gpt, *flags).code == 130  # a process that has no folder
+    with patch.object(gpt, 'train', side_effect=KeyboardInterrupt):
+        assert run(gpt, *flags).out == '\nstopped\n'  # and nothing to continue from
 
     def folder(*words):
         return done(gpt, *words, *out)['folder']
     softmax = ['--attention', 'softmax']
     slow = folder('--resume', *flags, *softmax, '--learning-rate', 1e-4)
-    assert folder('--resume', *softmax) == slow
     assert folder('--resume', *flags, '--max-iters', 9) == second  # not softmax's
-    soft = folder(*flags, *softmax)
+    soft = folder('--resume', *flags, *softmax)
+    assert soft != slow, soft
     os.utime(slow / 'ckpt.pt')  # the newest
     assert folder('--resume', *flags, *softmax) == folder('--resume') == soft
     told = run(gpt, 'sample', '--learning-rate', 1e-4, *out).out
@@ -2879,6 +2883,9 @@ def test_mistakes_lose_no_checkpoint(tmp_path):
     file, saved = folder / 'ckpt.pt', {p: p.read_bytes() for p in folder.glob('*.pt')}
     with patch('pathlib.Path.write_bytes', full):
         refuse(gpt, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
+    with patch('pathlib.Path.write_text', lambda path, text, _: full(path, text.encode())):
+        refuse(gpt, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
+    assert json.loads((folder / 'config.json').read_text())['max_iters'] == 6
     assert all(p.read_bytes() == before for p, before in saved.items())
     for damage in (b'', saved[file][:-100], dict(model=Trap())):
         if type(damage) is bytes:
