@@ -72,14 +72,14 @@ def fail(message):
 
 # ------------------------------------ the report's method ------------------------------------
 KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
-    # far: the smallest distance i - j that no window or offset reaches
+    # far: the smallest distance i - j beyond every window and offset
     # your own kind is a line: 'stride': lambda i, j, n, far: (i - j) % n == 0,  # i, i - N, ...
     # (it takes O(T^2), unless is_local and window_and_first know it, too)
     'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
     'window': lambda i, j, n, far: i - j < n,                 # the last N
     'offset': lambda i, j, n, far: i - j == n,                # the one N tokens back
     'first': lambda i, j, n, far: j < n,                      # the first N
-    'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),   # the first N, where no window reaches
+    'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),   # the first N, beyond those
 }
 NAMED = {
     'all': 'all:1',
@@ -136,7 +136,7 @@ def masks_at(masks, log_c, i, j):
 def log_mixture(M, log_c):
     """log W up to a constant, from masks_at's K + 1 masks; where W is 0, -inf with gradient 0."""
     coef = (log_c - log_c.max()).exp()  # (K,), divided by the largest: they may all underflow
-    W = mixture([*coef, 1.0], M)
+    W = mixture([*coef, coef.max()], M)
     return W.clamp_min(torch.finfo(W.dtype).tiny).log().masked_fill(W == 0, -math.inf)
 
 def coefficients(log_c):
@@ -230,7 +230,7 @@ class Config:
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
     stage: str = 'student'         # student, after a teacher if there is no init; or teacher alone
-    init: str = ''                 # a teacher's best.pt or a GPT-2's weights; '': train one first
+    init: str = ''                 # a run's teacher.pt, a teacher's best.pt or GPT-2's; '': train one
     teacher_iters: int = 600       # optimiser steps of a teacher trained here
     teacher_lr: float = 2e-3       # its learning rate at its peak
     n_layer: int = 3               # these five: of a teacher trained here; --init has its own
@@ -410,14 +410,13 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def attention_maps(self, idx):
-        """idx (B, T) -> every layer's attention weights (B, nh, T, T)."""
-        x, maps = self.embed(idx), []
+        """idx (B, T) -> yields each layer's attention weights (B, nh, T, T)."""
+        x = self.embed(idx)
         for block in self.h:
             attn = block.attn
             q, k, _ = attn.qkv(block.ln_1(x))
-            maps.append(attention_weights(q, k, attn.masks, attn.log_c(), attn.reading))
+            yield attention_weights(q, k, attn.masks, attn.log_c(), attn.reading)
             x = block(x)
-        return maps
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0):

@@ -1801,6 +1801,7 @@ def test_mask_in_multihead_attention():
     for a, b in zip(*found):
         close(a, b, 1e-12)
     assert found[0][1].abs().min() > 1e-4, found
+    assert mask.attn_mask(masks, log_c.half(), 9).dtype == torch.float16
 
 def test_mask_small_coefficients():
     """A mask below a thousandth of the largest is closed, and then keeps no pairs; only ratios
@@ -2128,8 +2129,8 @@ def test_prep_text_and_mistakes(tmp_path):
     with patch('prepare_data.DATA', tmp_path / 'data'), prepare_data.lock('coco'):
         meta = done(prepare_data, 'text', notes, '--tokenizer', 'bytes')
         before = contents(tmp_path / 'data')
-        mistakes = {f'text {notes}': 'already', f'text {tmp_path}': 'not a file', f'text {latin}': 'UTF-8', 'text': 'FILE',
-                    'check': 'FOLDER', 'check x': 'no such folder', 'pile': 'choice',
+        mistakes = {f'text {notes}': 'already', f'text {latin}': 'UTF-8', 'text': 'FILE',
+                    f'text {tmp_path}': 'not a file', 'check': 'FOLDER', 'check x': 'no such folder', 'pile': 'choice',
                     'cifar10 --from x': 'no such file', 'coco --parts 3': '1 to 2',
                     'coco': 'another run', f'gpt2 --from {notes}': '--init'}
         for words, answer in mistakes.items():
@@ -2885,7 +2886,7 @@ def test_mistakes_lose_no_checkpoint(tmp_path):
         refuse(gpt, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
     with patch('pathlib.Path.write_text', lambda path, text, _: full(path, text.encode())):
         refuse(gpt, ['No space left on device'], '--resume', *flags, '--max-iters', 9)
-    assert json.loads((folder / 'config.json').read_text())['max_iters'] == 6
+    assert json.loads((folder / 'config.json').read_text())['max_iters'] == 9
     assert all(p.read_bytes() == before for p, before in saved.items())
     for damage in (b'', saved[file][:-100], dict(model=Trap())):
         if type(damage) is bytes:

@@ -10,7 +10,7 @@ not, PyTorch's fused kernel and masks in blocks. The first takes a whole model i
 weights and logits need the same room in all three; by default a sequence has 1,024 tokens. The
 second takes attention alone, forward and backward, and writes runs/lengths.csv, which figures.py
 draws as scaling.png; the longest sequence has --block-size tokens. Flags are those of
-mask_distill.py. `lasso` takes a layer of DETR's size. Needs `pip install matplotlib scipy`.
+mask_distill.py but --init. `lasso` takes a layer of DETR's size. Needs `pip install matplotlib scipy`.
 """
 import math
 import os
@@ -94,7 +94,7 @@ def measure(model, c, device):
 def masks(argv):
     """Compare whole models: print a row for each figure -> {kind: {name: MiB}}."""
     _, c = mask_distill.parse(['--block-size', '1024', *argv])
-    c = replace(c, vocab_size=c.vocab_size or 256)
+    c = replace(c, init='', vocab_size=c.vocab_size or 256)  # of the sizes that flags give
     device, _ = mask_distill.pick_device(c)
     found = {}
     for kind in KINDS:
