@@ -230,7 +230,7 @@ class Config:
     alpha_lr: float = 0.03         # learning rate of the alphas
     # teacher and model
     stage: str = 'student'         # student, after a teacher if there is no init; or teacher alone
-    init: str = ''                 # a run's teacher.pt, a teacher's best.pt or GPT-2's; '': train one
+    init: str = ''                 # a run's teacher.pt, a teacher's best.pt, GPT-2; '': train one
     teacher_iters: int = 600       # optimiser steps of a teacher trained here
     teacher_lr: float = 2e-3       # its learning rate at its peak
     n_layer: int = 3               # these five: of a teacher trained here; --init has its own

@@ -2130,7 +2130,8 @@ def test_prep_text_and_mistakes(tmp_path):
         meta = done(prepare_data, 'text', notes, '--tokenizer', 'bytes')
         before = contents(tmp_path / 'data')
         mistakes = {f'text {notes}': 'already', f'text {latin}': 'UTF-8', 'text': 'FILE',
-                    f'text {tmp_path}': 'not a file', 'check': 'FOLDER', 'check x': 'no such folder', 'pile': 'choice',
+                    f'text {tmp_path}': 'not a file', 'check': 'FOLDER',
+                    'check x': 'no such folder', 'pile': 'choice',
                     'cifar10 --from x': 'no such file', 'coco --parts 3': '1 to 2',
                     'coco': 'another run', f'gpt2 --from {notes}': '--init'}
         for words, answer in mistakes.items():
