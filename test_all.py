@@ -488,6 +488,7 @@ def test_gpt_mask_batches():
             return {x.item() for step in range(9) for x in batch(step, **settings)[0][:, 0]}
         x, y = batch()[:2]
         assert torch.equal(y, x + 1) and torch.equal(x, batch(**variant)[0])
+        assert x.shape == (6, 16), (script.SCRIPT, x.shape)
         for other in (batch(6), batch(micro=1), batch(seed=1)):
             assert not torch.equal(x, other[0])
         assert starts() == {0, 1, 2, 3}, starts()  # wherever a window fits
@@ -682,6 +683,7 @@ def test_vit_init_file(tmp_path):
     assert out[0] == 9 and (rows[0].diff() > 0).all(), out
     close(rows, rows[:1].expand(8, 6), 1e-5)
     assert rows[0, 0] < 0, rows[0]  # bicubic overshoots, bilinear would not
+    assert vit_model().embed(qkv(1, 3, 8, 16)[0])[1] == (2, 4)
 
     deit = vit_model('cpu', torch.float32, model='deit-small', num_classes=9, image_size=16)
     want, file = deit.state_dict(), tmp_path / 'deit.pth'
@@ -1260,6 +1262,8 @@ def test_detr_as_facebookresearch():
     for name, want in losses.items():
         close(found.pop(name), want, 1e-5)
     assert not found and out['grid'] == (3, 4), (found, out['grid'])
+    x = qkv(1, 3, 2, 2, dtype=torch.float32)[0]
+    close(detr.FrozenBatchNorm2d(3).to(DEVICE)(x), x, 1e-4)
     out['pred_logits'][0, 5, 3] += 99  # now two of the four objects find their class
     out['pred_logits'][1, 3, 1] += 99
     close(detr.set_loss(out, targets, c)['class_error'], 50, 1e-5)
@@ -1862,6 +1866,7 @@ def test_mask_teacher_files(tmp_path):
     close(mask.load_gpt2(file, 4)(idx), net(idx), 0)
     refuse(mask, ['16 positions'], *flags, '--block-size', 17)
     refuse(mask, ['has n_layer 2', '--n-layer 2'], *flags, '--n-layer', 5)
+    refuse(mask, ['has n_head 2', '--n-head 2'], *flags, '--n-head', 4)
     larger = mask.GPT2(mask_config(vocab_size=400)).state_dict()
     for word, weights in (('lm_head.weight', {**plain, 'lm_head.weight': torch.ones(256, 16)}),
                           ('h.0.x', {**plain, 'h.0.x': torch.ones(1)}),
@@ -2480,12 +2485,17 @@ def test_arrays_of_your_own(tmp_path):
     model, log = train(np.arange(999) % 40, np.arange(99) % 50, tmp_path / 'mine')
     assert [row['step'] for row in log] == [0, 3, 6] and model.config.vocab_size == 50, log
     assert same(load(tmp_path / 'mine/ckpt.pt')['model'], model.state_dict())
+    mine = gpt.Config(folder=str(tmp_path / 'mine'))
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.suppress(SystemExit):
+        gpt.resume_run(mine, model, None, None, types.SimpleNamespace(facts=dict(train=9)))
+    assert 'other data' in told.getvalue(), told.getvalue()
     train([1, 2, 3] * 99, [0, 1, 2, 3] * 9)
     with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.suppress(SystemExit):
         train([1, 2, 3] * 99, [1, 2, 3, -100] * 9)
     assert 'ids below 0' in told.getvalue(), told.getvalue()
 def test_best_weights(tmp_path):
-    """best.pt has those of the best evaluation. What is evaluated, and loaded, is in eval mode."""
+    """best.pt has those of the best evaluation, compiled or not. What is evaluated, and loaded, is
+    in eval mode, what trains in autocast. The weights of a model that has changed are refused."""
     falls, rises = (3, 1, 2), (0.1, 0.3, 0.2)
     for script, metric, figures in ((gpt, 'val_loss', falls), (vit, 'val_acc', rises),
                                     (detr, 'AP', rises), (mask, 'val_loss', falls)):
@@ -2494,12 +2504,24 @@ def test_best_weights(tmp_path):
             assert not model.training
             seen.append({key: p.clone() for key, p in model.state_dict().items()})
             return {'val_loss': 1.0, 'AP50': 0.0, metric: figures[(len(seen) - 1) % 3]}
-        flags = short_run(script, tmp_path, *CPU)
-        with patch.object(script, 'evaluate', judge), patch.object(script, 'report'):
+        def loss_of(*args, whole=script.loss_of):
+            assert torch.is_autocast_enabled('cpu'), script.SCRIPT
+            return whole(*args)
+        flags = short_run(script, tmp_path, *CPU, '--dtype', 'bfloat16', '--compile')
+        with (torch.compiler.set_stance('force_eager'), patch.object(script, 'loss_of', loss_of),
+              patch.object(script, 'evaluate', judge), patch.object(script, 'report')):
             folder = done(script, *flags)['folder']
         assert same(load(folder / 'best.pt')['model'], seen[-2]), script.SCRIPT
         c = dataclasses.replace(script.Config(), folder=str(folder), device='cpu')
         assert not script.load_run(c)[0].training, script.SCRIPT
+        for name in ('best.pt', 'ckpt.pt'):
+            saved = load(folder / name)
+            saved['model'].popitem()
+            torch.save(saved, folder / name)
+        for use in (lambda: script.load_run(c),
+                    lambda: done(script, '--resume', '--folder', folder, '--max-iters', 9, *CPU)):
+            with unittest.TestCase().assertRaisesRegex(RuntimeError, 'Missing key'):
+                use()
 
 # ------------------------------------ the training loop ------------------------------------
 def mask_teacher(path):
@@ -2673,6 +2695,7 @@ def test_float16_starts_with_gradients():
     logits = (hidden @ weight.T).requires_grad_()
     loss = F.cross_entropy(logits.float(), torch.arange(n), reduction='sum')
     _, scaler = gpt.mixed_precision(torch.device('cpu'), torch.float16)
+    assert not gpt.mixed_precision(torch.device('cpu'), torch.bfloat16)[1].is_enabled()
     scaler.scale(loss / (c.batch_size * c.block_size * c.grad_accum_steps)).backward()
     zeros = (logits.grad == 0).float().mean().item()
     assert zeros < 0.01, zeros
