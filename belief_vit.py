@@ -618,7 +618,7 @@ MEAN_STD = {  # mean and standard deviation of red, green and blue, as in the re
 
 def read_photo(path, size, rng=None):
     """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or, given a random
-    generator, a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3."""
+    generator, a crop with 8 to 100 % of its area and an aspect of 3:4 to 4:3, cut to the photo."""
     from PIL import Image, ImageOps  # matplotlib brings Pillow
     try:
         with Image.open(path) as file:

@@ -2975,7 +2975,9 @@ def test_compare_mistakes(tmp_path):
                 (['--sweep', 'FIELD'], '--sweep', 'nothing'),
                 (['--nothing'], '--sweep', 'nothing=1'), (['--seeds'], '--sweep', 'seed=0,1'),
                 (['same settings'], '--sweep', 'threads=1,2'), (['0-2'], '--seeds', '0-2'),
-                (['--test-seeds'], '--test-seeds', '1'), (['--tune', '--sweep'], '--tune', 'gamma'),
+                (['without it'], '--resume'), (['--seeds 0,1'], '--seed=7'),
+                (['--tune x'], *read, '--tune', 'x'), (['--test-seeds'], '--test-seeds', '1'),
+                (['--tune', '--sweep'], '--tune', 'gamma'),
                 (['no such file'], '--from-csv', text('none')),
                 (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv'),
                 (['--csv', 'Is a directory'], '--sweep', 'gamma=4', '--csv', tmp_path),
@@ -2984,17 +2986,19 @@ def test_compare_mistakes(tmp_path):
                 (['--metric val_los'], *read, '--metric', 'val_los'),
                 (['--against x'], *read, '--against', 'x'), (['two rows'], *read, file)):
             refuse(compare, words, *flags, *more)
+        rows = file.read_text()
+        text('excel').write_text('\ufeff' + rows.replace('True', 'TRUE').replace('False', 'FALSE'),
+                                 'utf-8')
+        again = run(compare, *flags, '--sweep', 'gamma=2', '--csv', text('excel'))
+        assert ' 0 runs to do' in again.out, again
         with patch.object(compare, 'version', lambda script: 'another'):
             refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
         with patch.object(gpt, 'load_data', lambda c: types.SimpleNamespace(facts=dict(train=8))):
             refuse(compare, ['other data', 'a.csv'], *flags, '--sweep', 'gamma=2')
-    rows = file.read_text()
     for name, other in (('semicolons', rows.replace(',', ';')), ('cut', rows + 'x,judging,'),
                         ('empty', '')):
         text(name).write_text(other)
         refuse(compare, [f'{name}.csv', 'commas'], 'attentionx_gpt', '--from-csv', text(name))
-    text('excel').write_text('\ufeff' + rows, 'utf-8')
-    assert done(compare, 'attentionx_gpt', '--from-csv', text('excel'))
 
 @wants('scipy')
 def test_compare_intervals(tmp_path):
@@ -3088,14 +3092,17 @@ def test_compare_draws(tmp_path):
 
 @wants('scipy')
 def test_compare_with_a_file(tmp_path):
-    """--with adds a variant, in other processes too; its version stands in the rows."""
+    """--with adds a variant, in other processes too; its version stands in the rows. It is loaded
+    once. Without a training step there is no picture."""
     mine = tmp_path / 'mine.py'
-    text = "import attentionx_gpt as gpt\ngpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n"
+    text = ("import attentionx_gpt as gpt\ngpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n"
+            "gpt.loaded = getattr(gpt, 'loaded', 0) + 1\n")
     mine.write_text(text)
     flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--with', mine, '--seeds', '0',
              '--csv', tmp_path / 'a.csv', '--sweep']
     with patch.dict(gpt.ATTENTION):
         done(compare, *flags, 'attention=softmax')
+        assert gpt.loaded == 1, gpt.loaded
         flags.append('attention=softmax,mine')
         rows = done(compare, *flags, '--workers', 2)  # only one run is left
         assert [row['case'] for row in rows] == ['softmax', 'mine'] and rows[1]['diff'] != 0
@@ -3103,6 +3110,8 @@ def test_compare_with_a_file(tmp_path):
             assert (row['script'], row['with']) == (compare.blob(gpt.__file__), compare.blob(mine))
         mine.write_text(text + '# edited\n')
         refuse(compare, ['another version'], *flags)
+        flags[flags.index('--csv') + 1] = tmp_path / 'b.csv'
+        assert not run(compare, *flags, '--max-iters', 0).out.endswith('.png\n')
 
 @wants('scipy')
 def test_memory_by_length(tmp_path):

@@ -32,6 +32,7 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 import time
 import zlib
@@ -189,7 +190,7 @@ def number(text):
     try:
         return float(text)
     except ValueError:
-        return text
+        return text.capitalize() if text in ('TRUE', 'FALSE') else text  # as Excel writes them
 
 def names_of(script):
     """Names of the settings that tell one run from another: all but the machine's."""
@@ -226,10 +227,12 @@ def load(name, extra):
     """The script, with the variants that the file `extra` adds to it."""
     script = importlib.import_module(name)
     version(script)  # before somebody edits the file
+    script.WITH = {}
     if extra:
         spec = importlib.util.spec_from_file_location(Path(extra).stem, extra)
         if not spec or not Path(extra).exists():
             fail(f'--with {extra}: there is no such Python file')
+        script.WITH = {'with': blob(extra)}
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
     return script
@@ -242,15 +245,13 @@ def processor(device):
         return names[0] if names else platform.machine()
     return platform.processor() or platform.machine()
 
-def train_one(name, extra, case, c, folder):
+def train_one(name, case, c, folder):
     """Train c -> a row: its settings, versions and results. Its log goes into folder."""
-    script = load(name, extra)
+    script = importlib.import_module(name)  # which load has made ready
     metric, better = METRIC[name]
     device, _ = script.pick_device(c)
     data = script.load_data(c)
-    row = dict(case=case, **settings_of(script, c), script=version(script))
-    if extra:
-        row['with'] = blob(extra)
+    row = dict(case=case, **settings_of(script, c), script=version(script), **script.WITH)
     row.update(torch=torch.__version__, python=platform.python_version(), machine=processor(device),
                **checksums(c, data), log=folder.name)
     try:
@@ -265,7 +266,7 @@ def train_one(name, extra, case, c, folder):
     except FloatingPointError as error:
         print(f'{case}, seed {c.seed}: diverged, and counts as worst: {error}')
         worst = math.inf if better is min else -math.inf
-        row.update(dict.fromkeys([metric, *RESULTS[name]], worst))
+        row.update(dict.fromkeys([metric, RESULTS[name][0]], worst))
     return row
 
 def read_rows(path):
@@ -283,15 +284,17 @@ def write_rows(path, rows):
         writer.writerows(rows)
     os.replace(part, path)
 
-def silence():
+def start_worker(name, extra):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it: it would begin the next run
     sys.stdout = open(os.devnull, 'w', errors='replace')
+    load(name, extra)
 
-def results(jobs, workers):
-    """Yield each job's row as it finishes; `workers` processes run at a time."""
-    if workers == 1:
+def results(jobs, o):
+    """Yield each job's row as it finishes; o.workers processes run at a time."""
+    if o.workers == 1:
         yield from itertools.starmap(train_one, jobs)
         return
-    pool = ProcessPoolExecutor(workers, get_context('spawn'), silence)
+    pool = ProcessPoolExecutor(o.workers, get_context('spawn'), start_worker, (o.script, o.extra))
     try:
         for future in as_completed([pool.submit(train_one, *job) for job in jobs]):
             yield future.result()
@@ -300,7 +303,7 @@ def results(jobs, workers):
 
 def train_all(script, cases, seeds, role, o):
     """Train each case and seed that o.csv lacks -> the rows of all cases and seeds."""
-    versions = {'script': version(script), **({'with': blob(o.extra)} if o.extra else {})}
+    versions = {'script': version(script), **script.WITH}
     try:
         rows = read_rows(o.csv) if o.csv.exists() else []
         write_rows(o.csv, rows)  # what cannot be written is better known before the first run
@@ -324,13 +327,13 @@ def train_all(script, cases, seeds, role, o):
     print(f'{len(cases)} cases, {len(seeds)} seeds: {len(todo)} runs to do; rows go to {o.csv}')
     jobs, gpus = [], torch.cuda.device_count()
     for i, (case, c) in enumerate(todo):
-        if gpus > 1:
+        if gpus > 1 and c.device in ('auto', 'cuda'):
             c = replace(c, device=f'cuda:{i % gpus}')
         crc = zlib.crc32(repr(settings_of(script, c)).encode())
         name = f'{re.sub(r"[^A-Za-z0-9_.=-]", "_", case)[:60]}-s{c.seed}-{crc:08x}'
-        jobs.append((script.SCRIPT, o.extra, case, c, o.csv.with_suffix('.logs') / name))
+        jobs.append((script.SCRIPT, case, c, o.csv.with_suffix('.logs') / name))
     begin, metric = time.time(), METRIC[script.SCRIPT][0]
-    for i, row in enumerate(results(jobs, o.workers), 1):
+    for i, row in enumerate(results(jobs, o), 1):
         case = row.pop('case')
         rows = read_rows(o.csv)  # another command may have added some
         write_rows(o.csv, [*rows, dict(case=case, role=role, **row)])
@@ -338,9 +341,10 @@ def train_all(script, cases, seeds, role, o):
         print(f'run {i} of {len(jobs)} done: {case}, seed {row["seed"]:g}: '
               f'{metric} {row[metric]:.5g}; about {left:.0f} min left\n', flush=True)
     rows = [row for row in read_rows(o.csv) if row['role'] == role]
-    return [dict(row, case=case, folder=o.csv.with_suffix('.logs'))  # under their current names
-            for case, c in wanted for row in rows
-            if settings_in(script, row) == settings_of(script, c)]
+    def row_of(c):  # the first: another command may have made the same
+        return next(x for x in rows if settings_in(script, x) == settings_of(script, c))
+    return [dict(row_of(c), case=case, folder=o.csv.with_suffix('.logs'))  # by its current name
+            for case, c in wanted]
 
 # ------------------------------------ tables ------------------------------------
 def choose(script, field, rows):
@@ -385,7 +389,7 @@ def tabulate(script, rows, metric, against=None):
     """Print a line for each case: mean, difference from the first case, and the interval that holds
     at 95 % for all rows together (Bonferroni) -> a dict for each line."""
     if not rows:
-        fail('all of these runs are for choosing; none are for judging yet')
+        fail('none of these rows judges yet; those of timings need --bench')
     columns = dict.fromkeys(name for row in rows for name in row)
     if metric not in columns:
         fail(f'--metric {metric}: choose from {", ".join(columns)}')
@@ -406,10 +410,11 @@ def tabulate(script, rows, metric, against=None):
           f'{"":{width}}{"size":>7}{"mean":>10}{"sd":>9}{"diff":>10}{"interval":>24}'
           + ''.join(f' {name:>9}' for name in others))
     digits = 6 if metric == 'kl' else 4
-    table, firsts = [], [row[metric] for row in first.values()]
+    table, firsts = [], [row.get(metric, math.nan) for row in first.values()]
     for case, runs in cases.items():
-        values = [row[metric] for row in runs.values()]
-        gaps = [row[metric] - first[seed][metric] for seed, row in runs.items() if seed in first]
+        values = [row.get(metric, math.nan) for row in runs.values()]
+        gaps = [x - first[seed].get(metric, math.nan)
+                for seed, x in zip(runs, values) if seed in first]
         half = math.nan
         if not paired and runs is not first:
             gaps = values - np.mean(firsts)
@@ -465,15 +470,15 @@ def draw_curves(script, rows, o):
         logs = [read_rows(file) for file in files if file.exists()]
         if logs:  # else all diverged, or the csv is here without its logs
             cases[case] = [log for log in logs if len(log) == len(logs[0])]
-    if not cases:
+    figures = [(name, title) for name, title in zip(('loss', METRIC[script.SCRIPT][0]),
+                                                    UNITS[script.SCRIPT])
+               if any(name in line for logs in cases.values() for line in logs[0][1:])]
+    if not figures:
         return None
     try:
         from matplotlib.figure import Figure
     except Exception as error:
         return print(f'note: no picture, which needs `pip install matplotlib` ({error})')
-    figures = [(name, title) for name, title in zip(('loss', METRIC[script.SCRIPT][0]),
-                                                    UNITS[script.SCRIPT])
-               if any(name in line for logs in cases.values() for line in logs[0][1:])]
     picture = Figure(figsize=(10, 3.6 * len(figures) + 0.4), layout='tight')
     axes = picture.subplots(len(figures), 2, sharey='row', sharex='col', squeeze=False)
     for (name, title), pair in zip(figures, axes):
@@ -592,6 +597,10 @@ def parse(argv):
     o, flags = p.parse_known_args(argv)
     o.tune = o.tune.replace('-', '_')
     flags = ['--threads', '1', *flags]  # of two, the second counts
+    for flag, instead in {'--resume': 'the same command continues without it',
+                          '--seed': 'give --seeds 0,1'}.items():
+        if flag in [word.partition('=')[0] for word in flags]:
+            fail(f'{flag}: {instead}')
     o.metric, o.picture = o.metric or RESULTS[o.script][:1], None
     for path in o.from_csv or ():
         if not Path(path).exists():
@@ -617,6 +626,8 @@ def main(argv=None):
         if o.bench:
             return show_bench(script, rows)
         o.csv = o.csv or Path(o.from_csv[0])
+        if o.tune and o.tune not in rows[0]:
+            fail(f'--tune {o.tune}: these rows have no such setting')
         if o.tune:
             choosing = [row for row in rows if row['role'] == 'choosing'] or rows
             best = choose(script, o.tune, choosing)
@@ -640,7 +651,7 @@ def main(argv=None):
     if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if not o.csv:
-        made_by = version(script)[:8] + (f'-{blob(o.extra)[:8]}' if o.extra else '')
+        made_by = '-'.join(x[:8] for x in (version(script), *script.WITH.values()))
         o.csv = Path(next(iter(cases.values())).out_dir, o.script, f'compare-{made_by}.csv')
         crc = zlib.crc32(repr([settings_of(script, c) for c in cases.values()]).encode())
         o.picture = o.csv.with_name(f'{o.csv.stem}-{crc:08x}.png')  # others share the csv

@@ -10,7 +10,7 @@ not, PyTorch's fused kernel and masks in blocks. The first takes a whole model i
 weights and logits need the same room in all three; by default a sequence has 1,024 tokens. The
 second takes attention alone, forward and backward, and writes runs/lengths.csv, which figures.py
 draws as scaling.png; the longest sequence has --block-size tokens. Flags are those of
-mask_distill.py but --init. `lasso` takes a layer of DETR's size. Needs `pip install matplotlib scipy`.
+mask_distill.py but --init. `lasso` takes a layer of DETR's size. Needs matplotlib and scipy.
 """
 import math
 import os
