@@ -2369,6 +2369,10 @@ def test_tables_of_the_record():
         found = (f'| {i} | {np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | '
                  f'{mh:.2f} | {update:.2f} |')
         assert found in results, found
+    last = [row for row in rows_of('gpt-depth-log') if row['step'] == 1000]
+    lengths = [[row[f'{i}.update'] for row in last] for i in range(6)]  # of Phi
+    assert ' | '.join(f'{np.mean(layer):.2f} ({min(layer):.2f} to {max(layer):.2f})'
+                      for layer in lengths) in results, lengths
     told = re.findall(r'\d\.\d\d+', results)
     told += [f'{float(x):.{n}f}' for x in told for n in (2, 3)]
     figures = set(re.findall(r'(?<![\d.])\d\.\d\d+(?![\d.])', readme.partition('## Your own')[0]))
