@@ -2374,6 +2374,11 @@ def test_tables_of_the_record():
         found = (f'| {i} | {np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | '
                  f'{mh:.2f} | {update:.2f} |')
         assert found in results, found
+    last = [row for row in rows_of('vit-depth-log') if row['step'] == 703]
+    ratios = [np.mean([row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in last])
+              for i in range(12)]
+    told = f'falls from {ratios[0]:.2f} in layer 0 to {ratios[11]:.2f} in layer 11'
+    assert told in ' '.join(results.split()), ratios
     last = [row for row in rows_of('gpt-depth-log') if row['step'] == 1000]
     lengths = [[row[f'{i}.update'] for row in last] for i in range(6)]  # of Phi
     assert ' | '.join(f'{np.mean(layer):.2f} ({min(layer):.2f} to {max(layer):.2f})'
