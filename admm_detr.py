@@ -240,7 +240,7 @@ class Config:
     positive: bool = True          # x >= 0: a token cannot be subtracted, as in softmax
     centre: bool = True            # subtract the tokens' mean, which dominates K^T K
     # model
-    backbone: str = 'small'        # small: convolutions with GroupNorm; resnet50
+    backbone: str = 'small'        # small: convolutions with GroupNorm; resnet50: give it --init
     stride: int = 8                # pixels per token of the small backbone: 4, 8, 16, 32
     hidden_dim: int = 64           # channels
     nheads: int = 4
@@ -303,7 +303,7 @@ DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0)
 # (2) as OA has it, for its tables and recipe. [choice] rho, and 15 iterations: x is within 1 % only
-# after 1000. [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
+# after hundreds. [choice] 32 random tokens  [OA Sec. 3]: as many as a head of detr-r50 has channels
 OA = dict(ridge=0.0, positive=False, centre=False, power=5, rho=0.01, iterations=15,
           random_tokens=32)
 PRESETS = {
@@ -380,7 +380,8 @@ class ResNet50(nn.Sequential):
         return nn.Sequential(Bottleneck(c_in, width, stride), *rest)
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token."""
+    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token.
+    Group norm sees padding, too: what it makes of a photo depends on those beside it."""
     def __init__(self, stride):
         super().__init__()
         halvings = int(math.log2(stride))
@@ -680,7 +681,7 @@ class CocoFolder:
             raw = self.path.read_bytes()
             self.checksum = zlib.crc32(raw)
             content = json.loads(raw)
-            names = {int(x['id']): x['name'] for x in content['categories']}
+            names = {int(x['id']): str(x['name']) for x in content['categories']}
             images = {str(x['id']): x for x in content['images']}  # some files have ids as text
             for kind, found in (('categories', names), ('images', images)):
                 if len(found) < len(content[kind]):
@@ -785,7 +786,7 @@ def load_data(c):
     for split, n in (train, len(train)), (val, c.eval_rows or len(val)):
         shown.append({split.classes[i] for image in split.images[:n] for i in image['labels']})
         if not shown[-1]:
-            fail(f'{split.path} has no object to find in its first {n} photos')
+            fail(f'{split.path} has no object to find (crowds are none) in its first {n} photos')
         split.example(0)  # a photo that does not fit is refused before the run has a folder
     if shown[1] - shown[0]:
         print(f'note    no photo of train shows {", ".join(sorted(shown[1] - shown[0]))}')
@@ -871,9 +872,9 @@ def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
 def set_loss(outputs, targets, c):
     """DETR's losses -> a dict: `loss`, the weighted sum of cross-entropy, L1 distance and GIoU over
     all decoder layers; and of the last layer loss_ce, loss_bbox, loss_giou, unweighted, and
-    class_error, the % of matched queries whose class is wrong. [deviation] Each micro-batch is
-    divided by its own objects and class weights: 2 x 16 images are not 8 x 4. DETR, which has no
-    micro-batches, counts the objects of all processes."""
+    class_error, the % of matched queries whose class is wrong (100 where images show nothing, as
+    in DETR). [deviation] Each micro-batch is divided by its own objects and class weights: 2 x 16
+    images are not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes."""
     layers = [outputs, *outputs['aux_outputs']]  # the last one first
     logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
