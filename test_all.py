@@ -2328,17 +2328,20 @@ def test_tables_of_the_record():
     # equal time: softmax's loss after so many steps lies on a line
     def rows_of(name):
         return compare.read_rows(HERE / f'experiments/runs/{name}.csv')
-    losses = {}
+    losses, gaps = {}, {}
     for row in [*rows_of('gpt-common'), *rows_of('gpt-equal-time'), *rows_of('gpt-factor')]:
         losses.setdefault(row['case'], {})[row['seed']] = row['val_loss']
     for case, steps in (('attentionx', 1009), ('attentionx-v1 gamma 1/2', 1009),
-                        ('attentionx-v1 gamma 1/3', 1009), ('belief', 1029), ('belief', 1023),
-                        ('belief', 1036), ('belief', 1064), ('belief-star', 1136),
-                        ('belief-star', 1084), ('belief-star', 1091)):
-        gaps = [losses[case][seed] - np.interp(steps, (1000, 1092, 1290), [
-                    losses[name][seed] for name in ('softmax', 'softmax 1092', 'softmax 1290')])
-                for seed in losses['softmax 1092']]
-        add(*compare.stats.ttest_1samp(gaps, 0).confidence_interval(1 - 0.05 / 5))
+                        ('attentionx-v1 gamma 1/3', 1009), ('belief', 1029), ('belief', 1017),
+                        ('belief', 1023), ('belief', 1036), ('belief', 1064), ('belief', 1092),
+                        ('belief-star', 1136), ('belief-star', 1064), ('belief-star', 1084),
+                        ('belief-star', 1091)):
+        gaps[case, steps] = [losses[case][seed] - np.interp(steps, (1000, 1092, 1290), [
+            losses[name][seed] for name in ('softmax', 'softmax 1092', 'softmax 1290')])
+            for seed in losses['softmax 1092']]
+    gaps['star, belief'] = np.subtract(gaps['belief-star', 1136], gaps['belief', 1029])
+    for values in gaps.values():
+        add(*compare.stats.ttest_1samp(values, 0).confidence_interval(1 - 0.05 / 5))
 
     fresh = {}
     for row in rows_of('detr-fresh'):
@@ -2367,7 +2370,22 @@ def test_tables_of_the_record():
         finer.setdefault(row['case'], []).append(row['val_loss'])
     assert f'{np.mean(finer["softmax 1.13e-2"]):.4f} at 1.13e-2' in results, finer
 
+    cells = {}  # what a step and inference cost, compiled and not
+    for name in 'compiled', 'eager':
+        out = run(compare, 'attentionx_gpt', '--bench', '--from-csv',
+                  HERE / f'experiments/runs/gpt-cost-{name}.csv').out
+        for case, cell in re.findall(r'(?m)^([a-z-]+) .* (\d\.\d{3} \(.*\))$', out):
+            cells.setdefault(case, []).append(cell)
+    assert len(cells.pop('softmax')) == 4 and len(cells) == 3, cells
+    for row in cells.values():
+        assert f'| {" | ".join(row)} |' in results, row
+
     last = [row for row in rows_of('gpt-belief-log') if row['step'] == 1000]
+    apart = [[np.degrees(np.arccos(row[f'{i}.cos_mh']) - np.arccos(row[f'{i}.cos_update']))
+              for row in last] for i in range(3)]
+    told = (f'{np.abs(np.mean(apart, 1)).max():.1f}\N{DEGREE SIGN} apart (8) | '
+            f'in a run up to {np.abs(apart).max():.1f}\N{DEGREE SIGN}')
+    assert told in results, told
     for i in range(3):  # BeliefFormer's lengths and angles, layer by layer
         ratios = [row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in last]
         mh, update = [np.mean([row[f'{i}.cos_{x}'] for row in last]) for x in ('mh', 'update')]
@@ -2377,8 +2395,9 @@ def test_tables_of_the_record():
     last = [row for row in rows_of('vit-depth-log') if row['step'] == 703]
     ratios = [np.mean([row[f'{i}.update_out'] / row[f'{i}.mh_out'] for row in last])
               for i in range(12)]
-    told = f'falls from {ratios[0]:.2f} in layer 0 to {ratios[11]:.2f} in layer 11'
-    assert told in ' '.join(results.split()), ratios
+    for told in (f'falls from {ratios[0]:.2f} in layer 0 to {ratios[11]:.2f} in layer 11',
+                 f'12 layers {100 - 100 * max(ratios):.0f} to {100 - 100 * min(ratios):.0f} %'):
+        assert told in ' '.join(results.split()), ratios
     last = [row for row in rows_of('gpt-depth-log') if row['step'] == 1000]
     lengths = [[row[f'{i}.update'] for row in last] for i in range(6)]  # of Phi
     assert ' | '.join(f'{np.mean(layer):.2f} ({min(layer):.2f} to {max(layer):.2f})'
