@@ -2362,8 +2362,9 @@ def test_tables_of_the_record():
         assert claimed and claimed <= signed.keys(), claimed - signed.keys()
 
     claims = results.partition('## Claims')[2].partition('## Goals')[0]
-    verdicts = re.findall(r'(?m)^\| (\d+)a? .*? ([+-][\d.]+) to ([+-][\d.]+)[^|]*\| '
-                          r'([\d.]+)[^|]*\| (\w+) \|', claims.replace('\N{MINUS SIGN}', '-'))
+    claims = claims.replace('\N{MINUS SIGN}', '-').replace('**', '')
+    verdicts = re.findall(r'(?m)^\| (\d+)[ab]? .*? ([+-][\d.]+) to ([+-][\d.]+)[^|]*\| '
+                          r'([\d.]+)[^|]*\| (\w+) \|', claims)
     assert len(verdicts) > 20, len(verdicts)
     for number, low, high, half, verdict in verdicts:
         assert half in halves[f'{low} to {high}'], (number, low, high, half)
