@@ -144,7 +144,7 @@ RESULTS = {  # figures of a table; differences are of the first
     'admm_detr': ['AP', 'AP50', 'AP75'],
     'mask_distill': ['kl', 'accuracy', 'mse', 'cosine', 'kept', 'perplexity',
                      'teacher_perplexity']}
-UNPAIRED = {'admm_detr'}  # equal seeds hardly make its runs alike: correlations near 0
+UNPAIRED = {'admm_detr'}  # equal seeds hardly make its runs alike: correlations of -0.06 to 0.37
 UNITS = {  # of the training loss and of METRIC; what a forward pass takes, and how many tensors
     'attentionx_gpt': ('training loss (nats per token)', 'validation loss (nats per token)',
                        'tokens', 1),
