@@ -2354,6 +2354,9 @@ def test_tables_of_the_record():
                      compare.stats.ttest_ind(lasso, none, equal_var=False)):
             add(*test.confidence_interval())
 
+    own = [row['AP'] for row in rows_of('detr-own')]
+    assert f'{min(own):.4f} to {max(own):.4f}' in results, own
+
     for text in readme, results:  # behind a plus-minus sign, results.md has others' figures, too
         text = ' '.join(text.split()).replace('\N{MINUS SIGN}', '-')
         claimed = set(re.findall(r'[+-]\d+\.\d+ to [+-]\d+\.\d+', text))
