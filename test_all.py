@@ -2354,6 +2354,15 @@ def test_tables_of_the_record():
                      compare.stats.ttest_ind(lasso, none, equal_var=False)):
             add(*test.confidence_interval())
 
+    rates = {}
+    for name in 'detr-rates', 'detr-softmax-31-33', 'detr-cross':
+        for row in rows_of(name):
+            if row['seed'] in (31, 32):
+                at = rates.setdefault(row['cross_attention'], {})
+                at.setdefault(row['learning_rate'], []).append(row['AP'])
+    for kind in 'softmax', 'no-weights', 'admm':
+        means = [f'{np.mean(rates[kind][rate]):.3f}' for rate in (3e-4, 1e-3, 3e-3)]
+        assert f'| {" | ".join(means)} |' in results, (kind, means)
     own = [row['AP'] for row in rows_of('detr-own')]
     assert f'{min(own):.4f} to {max(own):.4f}' in results, own
 
