@@ -4,35 +4,37 @@
 # ///
 """A GPT-2 that sees few tokens: masks learned by distillation, and what they cost in quality.
 
-The report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) gives every
-layer of GPT-2 a linear combination of candidate masks, and trains this student to predict what its
-teacher, the unchanged GPT-2, predicts. Of its five goals, four are about quality and measured here;
-experiments/memory.py measures the fifth, memory.
+A report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) gives every
+layer of GPT-2 a weighted sum of masks. The weights c_k of the masks, and those of attention, are
+trained until this student predicts what its teacher, the unchanged GPT-2, predicts.
 
-    the report     what                                                  function
-    [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)         mixture, log_coefficients
-    [MA Sec. 2.1]  KL(P_base || P_custom)                                token_kl
-    [MA Sec. 2.5]  L1, the sum of the c_k                                loss_of
-    [MA Sec. 2.4]  accuracy, attention MSE, gradient cosine, KL          CRITERIA, fidelity
-    [MA Sec. 3]    its figures: the c_k of a layer during training       draw_layers
-    [MA Sec. 1.4]  its masks in nn.MultiheadAttention                    attn_mask
+[choice] marks where MA is silent, [deviation] where we differ on purpose. MA does not number its
+sections; we count them.
 
-The report does not number its sections; we count them. It does not say how W enters attention:
-READINGS has three ways. The default is softmax(scores + log W). There only the ratios of the c_k
-matter, so L1 can lower them all at no cost, and every alpha keeps falling, as the report observed.
+    MA             what                                                      here
+    [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)             mixture
+    [MA Sec. 2.1]  KL(P_base || P_custom): training makes it small           token_kl
+    [MA Sec. 2.5]  an L1 penalty: the sum of all c_k                         loss_of
+    [MA Sec. 2.4]  five goals: accuracy, attention matrices, gradients, KL   CRITERIA, measure
+                   and memory                                                experiments/memory.py
+    [MA Sec. 3]    figures: the c_k of each layer during training            draw_layers
+    [MA Sec. 1.4]  masks for nn.MultiheadAttention                           attn_mask
+
+MA does not say how W enters attention: READINGS has three ways. The default is softmax(S + log W)
+of the scores S. There only the ratios of the c_k matter, so L1 can lower all of them at no cost,
+and every alpha keeps falling, as MA observed.
 
     python mask_distill.py                              # a teacher, then a student: a minute
-    python mask_distill.py --resume                     # continue the newest run, in either stage
-    python mask_distill.py --init FILE --masks last5    # another student of the teacher in FILE
+    python mask_distill.py --masks last5                # another student of the same teacher
     python mask_distill.py sample --prompt "def main("  # teacher and student continue a text
     python mask_distill.py criteria                     # judge it on all of the validation text
     python mask_distill.py teacher --n-layer 6          # train a teacher alone
-    python mask_distill.py --preset report004           # the report's experiment, from GPT-2
+    python mask_distill.py --preset report004 --resume  # the same command again continues
+    python mask_distill.py --help                       # every setting
 
-The first run keeps 48 % of the token pairs, with 1.005 times the teacher's accuracy, KL 0.0102 and
-gradient cosine 0.977, and passes 2 of 4 criteria (644,224 parameters, one seed). [choice] marks
-where the report is silent, [deviation] where we differ on purpose. Below the banner `runs` is
-plumbing, identical in all four scripts.
+The first student keeps 48 % of the pairs of tokens. On all of the validation text it has 0.999
+times its teacher's accuracy, gradients with a cosine of 0.984 to its teacher's, and a KL of 0.0105:
+two of four goals. (One seed; Python 3.11, whose library is the text.)
 """
 import argparse
 import copy
@@ -43,136 +45,154 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
+try:
+    import fcntl  # locks files
+except ImportError:  # Windows has none
+    fcntl = None
 
-SCRIPT = 'mask_distill'
-TORCHRUN = all(os.environ.get(name)  # elsewhere, some of them may be left over
-               for name in ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT'))
-WORLD = int(os.environ['WORLD_SIZE']) if TORCHRUN else 1  # number of processes
-RANK = int(os.environ['RANK']) if WORLD > 1 else 0        # index of this one
+SCRIPT, CODE = 'mask_distill', b''
+if '__file__' in globals():  # it is not where the script was pasted into a notebook
+    SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
+WORLD, RANK = 1, 0  # number of processes, and index of this one
+if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
+    WORLD, RANK = int(os.environ['WORLD_SIZE']), int(os.environ['RANK'])
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
     print(f'{SCRIPT}: error: {message}', file=sys.stderr)
     raise SystemExit(2)
 
-# ------------------------------------ the report's method ------------------------------------
-KINDS = {  # kind:N in --masks: does token i see token j? (It never sees a later one.)
-    # far: the smallest distance i - j beyond every window and offset
-    # your own kind is a line: 'stride': lambda i, j, n, far: (i - j) % n == 0,  # i, i - N, ...
-    # (it takes O(T^2), unless is_local and window_and_first know it, too)
-    'all': lambda i, j, n, far: i >= j,                       # every token, whatever N is
-    'window': lambda i, j, n, far: i - j < n,                 # the last N
-    'offset': lambda i, j, n, far: i - j == n,                # the one N tokens back
-    'first': lambda i, j, n, far: j < n,                      # the first N
-    'sinks': lambda i, j, n, far: (i - j >= far) & (j < n),   # the first N, beyond those
-}
+# ------------------------------------ MA's method ------------------------------------
+KINDS = {  # kind:N in --masks. Does token i see token j? (masks_at adds j <= i.) And its reach: how
+    # many of the last and of the first tokens it can show, or None if it may show any
+    'all': (lambda i, j, n: j >= 0, None),                         # every token, whatever N is
+    'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
+    'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
+    'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # those that no other mask shows
+}  # your own kind is a row: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
 NAMED = {
-    'all': 'all:1',
-    'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # the report's five masks
+    'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # MA's five masks
     'windows': 'window:5+window:10+first:5',                  # its earlier three
     'first-all': 'first:1+all:1',                             # its experiment with L1
 }
 
-def candidates(masks):
-    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)], which is returned as it is."""
+def parse_masks(masks):
+    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]. A list is returned as it is."""
     if isinstance(masks, list):
         return masks
-    written_out = '+'.join(NAMED.get(term, term) for term in masks.split('+'))
+    terms = '+'.join(NAMED.get(term, term) for term in masks.split('+')).split('+')
     pairs = []
-    for term in written_out.split('+'):
+    for term in terms:
         kind, _, n = term.partition(':')
-        if kind not in KINDS or not n.isdecimal() or (int(n) == 0 and kind != 'offset'):
+        if kind not in KINDS or not n.isdecimal():
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
             fail(f'--masks {masks}: {term!r} is none of {", ".join(choices)}')
+        try_kind(kind, int(n))
         pairs.append((kind, int(n)))
     return pairs
 
-def window_and_first(masks):
-    """The smallest window that holds all windows and offsets, and the number of first tokens."""
-    largest = dict.fromkeys(KINDS, 0)
-    for kind, n in masks:
-        largest[kind] = max(largest[kind], n)
-    return max(largest['window'], largest['offset'] + 1), max(largest['first'], largest['sinks'])
+def try_kind(kind, n):
+    """Show a kind some tokens: one of yours should fail now, not after a teacher's training."""
+    i = torch.arange(64)[:, None]
+    j = i.mT
+    try:
+        (m,), size = masks_at([(kind, n)], i, j), reach([(kind, n)])
+        assert m.dtype == torch.bool, 'its formula must be true or false'
+    except Exception as error:
+        fail(f'--masks {kind}:{n}: {error}')
+    if size and (m & (i - j >= size[0]) & (j >= size[1])).any():
+        fail(f'--masks {kind}:{n} shows tokens beyond its reach in KINDS')
 
-def is_local(masks):
-    """Whether all masks hold only near or first tokens, as blocked_attention requires."""
-    return all(kind in ('window', 'offset', 'first', 'sinks') for kind, _ in masks)
+def reach(masks):
+    """How many of the last and of the first tokens the masks can show, or None if any."""
+    reaches = [KINDS[kind][1] for kind, _ in masks]
+    if None in reaches:
+        return None
+    last, first = zip(*(f(n) for f, (_, n) in zip(reaches, masks)))
+    return max(1, *last), max(first)  # 1: a token may see itself, as in mixture
+
+def masks_at(masks, i, j):
+    """The K masks M_k, each (..., Tq, T): does token i (..., Tq, 1) see token j (..., 1, T)?"""
+    M, shown = [], torch.tensor(False, device=i.device)
+    for kind, n in masks:
+        M.append(KINDS[kind][0](i, j, n) & (0 <= j) & (j <= i))  # j < 0 is padding
+        if kind != 'sinks':
+            shown = shown | M[-1]
+    return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, masks)]
 
 def log_coefficients(alpha):
-    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3] [choice] A mask is pruned (-inf) while
-    its c_k is below a thousandth of the largest. The KL then has no gradient for its alpha."""
+    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3]
+
+    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. The KL then has
+    no gradient for its alpha, so it opens again only if the largest c_k falls.
+    """
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
-def mixture(coef, M):
-    """W = sum_k c_k M_k from coefficients and masks (..., Tq, T) -> (..., Tq, T).  [MA Sec. 3]"""
-    return sum(c_k * m for c_k, m in zip(coef, M))
+def mixture(c, M, i, j):
+    """W = sum_k c_k M_k of coefficients c (K,) and masks (..., Tq, T) -> (..., Tq, T). [MA Sec. 3]
+    [choice] A token that would see none sees itself."""
+    W = sum(c_k * m for c_k, m in zip(c, M))
+    return torch.where(W.sum(-1, keepdim=True) > 0, W, i == j)
 
-def masks_at(masks, log_c, i, j):
-    """The K masks for queries at positions i (..., Tq) and keys at j (..., T), and one more, in
-    which a token sees itself if the open masks show it nothing [choice]: each (..., Tq, T)."""
-    i, j = i[..., None], j[..., None, :]
-    causal = (0 <= j) & (j <= i)  # blocked_attention pads with keys at j < 0
-    far, _ = window_and_first(masks)
-    M = [KINDS[kind](i, j, n, far) & causal for kind, n in masks]
-    seen = sum(m & is_open for m, is_open in zip(M, log_c.isfinite())) > 0
-    return [*M, (i == j) & ~seen.any(-1, keepdim=True)]
+def log_mixture(log_c, M, i, j):
+    """log W, with all c_k divided by the largest: in a softmax only their ratios count."""
+    W = mixture((log_c - log_c.max()).exp(), M, i, j)     # else all c_k might underflow to 0
+    log_W = W.clamp_min(torch.finfo(W.dtype).tiny).log()  # log 0 would have the gradient nan
+    return log_W.masked_fill(W == 0, -math.inf)
 
-def log_mixture(M, log_c):
-    """log W up to a constant, from masks_at's K + 1 masks; where W is 0, -inf with gradient 0."""
-    coef = (log_c - log_c.max()).exp()  # (K,), divided by the largest: they may all underflow
-    W = mixture([*coef, coef.max()], M)
-    return W.clamp_min(torch.finfo(W.dtype).tiny).log().masked_fill(W == 0, -math.inf)
+def renormalised(S, log_c, M, i, j):
+    """softmax(S + log W): rows add up to 1. [choice] This is the default."""
+    return F.softmax(S + log_mixture(log_c, M, i, j), -1)
 
-def coefficients(log_c):
-    """The c_k, and for the last mask of masks_at the largest, (K + 1,)."""
-    return torch.cat([log_c, log_c.max()[None]]).exp()
+def unnormalised(S, log_c, M, i, j):
+    """W softmax(S): what the masks hide is missing in the sum."""
+    return mixture(log_c.exp(), M, i, j) * F.softmax(S.masked_fill(j > i, -math.inf), -1)
 
-def separate_softmaxes(S, M, log_c):
-    """sum_k c_k softmax(S on M_k), where a mask without tokens adds nothing."""
-    least = torch.finfo(S.dtype).min  # -inf would give such a mask nan
-    return mixture(coefficients(log_c), [F.softmax(S.masked_fill(~m, least), -1) * m for m in M])
+def separate(S, log_c, M, i, j):
+    """sum_k c_k softmax(S on M_k): every mask has a softmax of its own."""
+    least = torch.finfo(S.dtype).min  # with -inf a row that shows no token would be nan
+    P = [F.softmax(S.masked_fill(~m, least), -1) * m for m in M]
+    return mixture(log_c.exp(), P, i, j)
 
-READINGS = {  # attention weights from scores S (B, nh, Tq, T), masks_at's M, and log_c (K,)
-    # [choice] the first is the default: its rows add up to 1
-    'renormalised': lambda S, M, log_c: F.softmax(S + log_mixture(M, log_c), -1),
-    'unnormalised': lambda S, M, log_c: mixture(coefficients(log_c), M) * F.softmax(S, -1),
-    'separate': separate_softmaxes,
-}
+# A reading makes attention weights of scores S (B, nh, Tq, T), log c (K,), masks_at's M, and the
+# positions i of queries and j of keys.
+READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
+IN_BLOCKS = {'renormalised', 'separate'}  # those in which hidden tokens play no part
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
-    """q (B, nh, Tq, hs) at positions i, k (B, nh, T, hs) at j, both by default 0, 1, ... ->
-    (B, nh, Tq, T). log_c (K,): log c_k, by default 0 for every mask."""
-    if i is None:
-        i = j = torch.arange(k.size(2), device=k.device)
+    """q (B, nh, Tq, hs) at positions i (..., Tq), k (B, nh, T, hs) at j (..., T), both by default
+    0, 1, ... -> (B, nh, Tq, T). masks: a text or a list. log_c (K,): by default all c_k are 1."""
+    masks = parse_masks(masks)
     if log_c is None:
         log_c = torch.zeros(len(masks), device=q.device)
+    if i is None:
+        i = j = torch.arange(k.size(2), device=k.device)
+    i, j = i[..., None], j[..., None, :]  # (..., Tq, 1), (..., 1, T)
     S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
-    if reading != 'renormalised':  # there log W hides the future
-        S = S.masked_fill(i[..., None] < j[..., None, :], -math.inf)
-    return READINGS[reading](S, masks_at(masks, log_c, i, j), log_c)
+    return READINGS[reading](S, log_c, masks_at(masks, i, j), i, j)
 
 def dense_attention(q, k, v, masks, log_c=None, reading='renormalised'):
     """The definition, for any masks, in O(T^2). q, k, v (B, nh, T, hs) -> (B, nh, T, hs)."""
-    return attention_weights(q, k, candidates(masks), log_c, reading).to(v.dtype) @ v
+    return attention_weights(q, k, masks, log_c, reading).to(v.dtype) @ v
 
-def blocked_attention(q, k, v, masks, log_c=None, block=0):
-    """dense_attention for local masks and the default reading, in O(T window).
+def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=0):
+    """dense_attention, for masks that have a reach, in O(T window).
 
     A block of b queries sees the keys near it, b + window - 1 of them, and those of the first
     tokens. With b = 3, window = 4 and one first token:
@@ -180,32 +200,42 @@ def blocked_attention(q, k, v, masks, log_c=None, block=0):
         queries               q q q
         keys      f     k k k k k k
     """
-    masks, (B, nh, T, hs) = candidates(masks), q.shape
-    window, first = [min(size, T) for size in window_and_first(masks)]
-    b = min(block or max(16, min(window, 128)), T)  # queries in a block: by default, about a window
+    masks, (B, nh, T, hs) = parse_masks(masks), q.shape
+    window, first = [min(size, T) for size in reach(masks)]
+    b = min(block or max(16, min(window, 128)), T)  # by default about a window
     n = math.ceil(T / b)  # blocks
     padding = n * b - T  # after the last token
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    # not those that are near, too: -1 is in no mask
+    # a first token that is near, too, counts once: masks_at hides j = -1
     j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)
     j = torch.cat([j_near, j_first], 1)
 
     def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
-        near = F.pad(t, (0, 0, window - 1, padding)).unfold(2, b + window - 1, b).mT
+        near = F.pad(t, (0, 0, window - 1, padding)).unfold(2, b + window - 1, b)
+        near = near.mT  # unfold's new dimension is the last: (B, nh, n, hs, b + window - 1)
         firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
         return torch.cat([near, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, padding)).view(B, nh, n, b, hs)
-    p = attention_weights(queries, blocks_of_keys(k), masks, log_c, i=i, j=j)
+    p = attention_weights(queries, blocks_of_keys(k), masks, log_c, reading, i, j)
     return (p.to(v.dtype) @ blocks_of_keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
+def blocks_help(masks, reading, T):
+    """Whether blocked_attention finds the same as dense_attention, and faster."""
+    if reading not in IN_BLOCKS or not reach(masks):
+        return False
+    window, first = reach(masks)
+    keys = 2 * max(16, window) + first  # of a block, about
+    return keys < 0.6 * T  # measured on a CPU
+
 def attn_mask(masks, log_c, T):
-    """log W, up to a constant, (T, T), for attn_mask of nn.MultiheadAttention: softmax(S + log W)
-    is the default reading.  [MA Sec. 1.4]"""
-    i = torch.arange(T, device=log_c.device)
-    return log_mixture(masks_at(candidates(masks), log_c, i, i), log_c)
+    """log W (T, T) for attn_mask of nn.MultiheadAttention: its softmax(S + attn_mask) is the
+    default reading.  [MA Sec. 1.4]"""
+    j = torch.arange(T, device=log_c.device)
+    i = j[:, None]
+    return log_mixture(log_c, masks_at(parse_masks(masks), i, j), i, j)
 
 def token_kl(teacher_logits, logits):
     """Logits (B, T, V) -> KL(teacher || student) of each token (B, T), in nats.  [MA Sec. 2.1]"""
@@ -213,7 +243,7 @@ def token_kl(teacher_logits, logits):
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 @torch.no_grad()
-def kept_pairs(alphas, masks, T):
+def kept_pairs(masks, alphas, T):
     """The share of the T (T + 1) / 2 pairs j <= i that tokens see, averaged over layers."""
     kept = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
     return sum(n.item() / (T * (T + 1) / 2) for n in kept) / len(alphas)
@@ -222,91 +252,80 @@ def kept_pairs(alphas, masks, T):
 @dataclass
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
-    # the report's method
-    masks: str = 'window:32+sinks:4'  # + joins window:N, offset:N, first:N, sinks:N; or last5, all
-    reading: str = 'renormalised'  # or unnormalised, separate: how W enters attention
-    learn: str = 'attention'       # alphas: only those; attention: c_attn and c_proj, too
-    l1: float = 0.0                # weight of the report's penalty on coefficients
-    alpha_lr: float = 0.03         # learning rate of the alphas
-    # teacher and model
-    stage: str = 'student'         # student, after a teacher if there is no init; or teacher alone
-    init: str = ''                 # a run's teacher.pt, a teacher's best.pt, GPT-2; '': train one
-    teacher_iters: int = 600       # optimiser steps of a teacher trained here
-    teacher_lr: float = 2e-3       # its learning rate at its peak
-    n_layer: int = 3               # these five: of a teacher trained here; --init has its own
-    n_head: int = 0                # 0: one for every 64 channels, at least 4
+    # the student, and MA's method
+    masks: str = 'window:32+sinks:4'  # kinds, joined by +, or last5, windows, first-all
+    reading: str = 'renormalised'  # a row of READINGS: how W enters attention
+    learn: Literal['attention', 'alphas'] = 'attention'  # alphas, c_attn, c_proj; or alphas alone
+    l1: float = 0.0                # weight of MA's penalty on coefficients
+    samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
+    max_iters: int = 150           # optimiser steps
+    alpha_lr: float = 0.03         # learning rate of the alphas at its peak
+    learning_rate: float = 5e-4    # of c_attn and c_proj
+    warmup_iters: int = 20         # steps until the rates are at their peaks
+    init: str = ''                 # its teacher: a run's best.pt, or prepare_data.py's; '': our own
+    # the teacher, if it is our own
+    teacher_iters: int = 600       # optimiser steps
+    teacher_lr: float = 2e-3       # learning rate at its peak
+    teacher_warmup: int = 100      # steps until it is there
+    n_layer: int = 3               # a file of --init has its own sizes
+    n_head: int = 4
     n_embd: int = 128
-    positions: int = 0             # 0: as many as block_size
-    vocab_size: int = 0            # 0: that of the data's tokenizer
-    block_size: int = 128          # tokens in a window
-    # data
-    data: str = 'builtin'          # name under data/, a text file, or builtin: Python's own source
-    tokenizer: str = 'bytes'       # bytes or gpt2, for text; prepared data come with theirs
-    samples: int = 0               # windows to distil on, drawn with replacement; 0: all the text
-    # training
+    vocab_size: int = 0            # 0: that of the data
+    weight_decay: float = 0.1      # AdamW's, on matrices
+    # both
+    data: str = 'builtin'          # a folder in data/, or builtin: Python's own source
+    block_size: int = 128          # tokens in a sequence
     seed: int = 1337               # of weights and batches
-    max_iters: int = 150           # a student's optimiser steps
-    batch_size: int = 16           # windows per forward pass
+    batch_size: int = 16           # sequences per forward pass
     grad_accum_steps: int = 1      # forward passes per step, shared among the processes
-    learning_rate: float = 5e-4    # at its peak; of a student's c_attn and c_proj
-    min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
-    warmup_iters: int = 20         # a student's; a teacher has 100
-    weight_decay: float = 0.1      # AdamW's, on a teacher's matrices
+    min_lr_ratio: float = 0.1      # final cosine rate / peak
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
-    eval_interval: int = 50        # steps between evaluations, and between checkpoints
-    eval_rows: int = 64            # validation windows, the same ones every time; 0: all
-    dtype: str = 'auto'            # float32, bfloat16 or float16, for matmuls
+    eval_interval: int = 50        # steps between evaluations and checkpoints; 0: only at the end
+    eval_rows: int = 64            # validation sequences, the same ones every time; 0: all
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matmuls
     # machine
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
-    threads: int = 0               # CPU threads; 0: up to four
+    threads: int = 0               # CPU threads; 0: PyTorch's choice
     log_interval: int = 10         # steps between lines of progress; 0: none
-    resume: bool = False           # continue the last run with these settings, or start one
+    resume: bool = False           # continue this command's last run, or start one
     out_dir: str = 'out'           # where runs are written
-    # actions
-    folder: str = ''               # sample, criteria, --resume: a run; default: found by settings
-    judge_rows: int = 0            # criteria: validation windows to judge on; 0: all
-    prompt: str = ''               # text to continue, or FILE:notes.txt; '': the report's seven
-    num_samples: int = 1           # sample: continuations
+    # sample, criteria
+    folder: str = ''               # a run's folder; default: the newest
+    judge_rows: int = 0            # criteria: validation sequences to judge on; 0: all
+    prompt: str = '\n'             # text to continue, or FILE:notes.txt, or MA: its seven prompts
+    num_samples: int = 1           # continuations
     new_tokens: int = 100          # in each
     temperature: float = 0.8       # 0 takes the likeliest token
     top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
-        candidates(self.masks)  # fails where there is no such mask
-        if not self.init and self.n_embd % self.heads:
-            fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.heads}')
-        if 0 < self.positions < self.block_size:
-            fail(f'--block-size {self.block_size}: the model has only {self.positions} positions')
+        if self.masks:  # '' in a teacher's
+            parse_masks(self.masks)  # or a line that says what is wrong with them
+        if not self.init and self.n_embd % self.n_head:
+            fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
 
-    @property
-    def heads(self):
-        return self.n_head or max(4, self.n_embd // 64)
-
-    @property
-    def variant(self):  # names folders and curves: add a field of yours to see it there
-        masks = self.masks.replace(':', '').replace('+', '-')
-        return 'teacher' if self.stage == 'teacher' else f'{masks}-{self.reading}-{self.learn}'
+CHOICES = {'reading': READINGS}  # the flags whose values are a table's rows
+MACHINE = {  # settings that do not tell one run from another
+    'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
+    'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
+TEACHER = {  # settings that tell one teacher from another: they name its run
+    'teacher_iters', 'teacher_lr', 'teacher_warmup', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
+    'weight_decay', 'data', 'block_size', 'seed', 'batch_size', 'grad_accum_steps', 'min_lr_ratio',
+    'grad_clip', 'dtype'}
 
 PRESETS = {
-    'tiny': {},
-    't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6,
+    'tiny': {},  # [choice] its masks, and no L1
+    't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6, n_head=6,
                n_embd=384, block_size=256, data='wikitext-2', max_iters=600, batch_size=8,
                grad_accum_steps=2, learning_rate=1e-4, eval_interval=100),
     # [choice] batch size, rates (of the alphas, too), warmup, cosine and its floor, clipping,
-    # weight of L1; 512 tokens (the report: "up to 512"); and attention is trained, since otherwise
-    # the loss does not drop as the report's does
-    'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2/model.safetensors',
-                      n_head=12, block_size=512, data='wikitext-2', samples=1000, batch_size=4,
-                      grad_accum_steps=2, max_iters=12500,  # 100 epochs of 125 steps
+    # weight of L1; 512 tokens (MA: "up to 512"); and attention is trained, since otherwise the loss
+    # does not drop as MA's does. [deviation] samples are drawn with replacement, as batches are
+    'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2.pt', block_size=512,
+                      data='wikitext-2', samples=1000, batch_size=4, grad_accum_steps=2,
+                      max_iters=12500,  # 100 epochs of 125 steps
                       learning_rate=1e-4, eval_interval=250),
-}
-MACHINE = {  # a resumed run may change these settings
-    'max_iters', 'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder',
-    'judge_rows', 'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
-CHOICES = {  # what a text may be; one that is not here may be anything
-    'reading': READINGS, 'learn': ('alphas', 'attention'), 'stage': ('teacher', 'student'),
-    'tokenizer': ('bytes', 'gpt2'), 'dtype': ('auto', 'float32', 'bfloat16', 'float16'),
 }
 
 # ------------------------------------ model ------------------------------------
@@ -321,33 +340,35 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's attention, with a fused kernel; a student's has masks, and an alpha for each."""
+    """GPT-2's attention, fused. If c.masks names some: with masks, and an alpha for each."""
     def __init__(self, c):
         super().__init__()
-        self.n_head = c.heads
+        self.n_head, self.reading = c.n_head, c.reading
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
-        self.masks, self.reading, self.alpha = candidates('all'), 'renormalised', None
-
-    def add_masks(self, c):
-        self.masks, self.reading = candidates(c.masks), c.reading
-        # [choice] all masks start alike, c = 1/2
-        self.alpha = nn.Parameter(self.c_attn.bias.new_zeros(len(self.masks)))
-
-    def log_c(self):
-        return None if self.alpha is None else log_coefficients(self.alpha)
+        self.masks, self.alpha = [('all', 1)], None
+        if c.masks:  # [choice] all masks start alike, c = 1/2
+            self.masks = parse_masks(c.masks)
+            self.alpha = nn.Parameter(torch.zeros(len(self.masks)))
 
     def qkv(self, x):
         """x (B, T, C) -> q, k, v, each (B, nh, T, hs)."""
         qkv = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, nh, hs)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
+    @torch.no_grad()
+    def weights(self, x):
+        """x (B, T, C) -> attention weights (B, nh, T, T)."""
+        q, k, _ = self.qkv(x)
+        log_c = None if self.alpha is None else log_coefficients(self.alpha)
+        return attention_weights(q, k, self.masks, log_c, self.reading)
+
     def attend(self, q, k, v):  # each (B, nh, T, hs)
         if self.alpha is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        if self.reading == 'renormalised' and is_local(self.masks):
-            return blocked_attention(q, k, v, self.masks, self.log_c())
-        return dense_attention(q, k, v, self.masks, self.log_c(), self.reading)
+        in_blocks = blocks_help(self.masks, self.reading, q.size(2))
+        attention = blocked_attention if in_blocks else dense_attention
+        return attention(q, k, v, self.masks, log_coefficients(self.alpha), self.reading)
 
     def forward(self, x):  # (B, T, C)
         y = self.attend(*self.qkv(x))  # (B, nh, T, hs)
@@ -375,30 +396,30 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 class GPT2(nn.Module):
-    """GPT-2 with the state-dict keys of its published files."""
+    """GPT-2 with the state-dict keys of its published files; with config.masks, a student."""
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        self.teacher = None  # a student has one
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.wpe = nn.Embedding(c.positions or c.block_size, c.n_embd)
+        self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
         for name, p in self.named_parameters():
-            if name.endswith('.weight') and p.dim() == 2:  # biases and norms stay as they are
-                # from its own generator: parameters that models share start equal
+            if name.endswith(('wte.weight', 'wpe.weight', 'c_attn.weight', 'c_fc.weight',
+                              'c_proj.weight')):
+                # from seed and name alone, so that what two models share starts equal. All others,
+                # such as norms or a layer of yours, keep the values they were made with
                 generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
                 nn.init.normal_(p, 0.0, std, generator=generator)
 
-    def embed(self, idx):
-        """idx (B, T) -> (B, T, C)."""
-        return self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
-
-    def forward(self, idx, last=False):
-        """idx (B, T) -> logits (B, T, V) or, if last, of the last position alone (B, 1, V)."""
-        x = self.embed(idx)
+    def forward(self, idx, last=False, maps=None):
+        """idx (B, T) -> logits (B, T, V) or, if last, of the last position alone (B, 1, V). Each
+        layer's attention weights (B, nh, T, T) are appended to maps, if that is a list."""
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))  # (B, T, C)
         for block in self.h:
+            if maps is not None:
+                maps.append(block.attn.weights(block.ln_1(x)))
             x = block(x)
         x = self.ln_f(x[:, -1:] if last else x)
         # GPT-2's logits are near -100, where bfloat16 rounds to 0.5, which alone is a KL of 5e-3
@@ -409,21 +430,11 @@ class GPT2(nn.Module):
         return [block.attn.alpha for block in self.h]
 
     @torch.no_grad()
-    def attention_maps(self, idx):
-        """idx (B, T) -> yields each layer's attention weights (B, nh, T, T)."""
-        x = self.embed(idx)
-        for block in self.h:
-            attn = block.attn
-            q, k, _ = attn.qkv(block.ln_1(x))
-            yield attention_weights(q, k, attn.masks, attn.log_c(), attn.reading)
-            x = block(x)
-
-    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0):
         """idx (B, T) -> (B, T + max_new_tokens). temperature 0 takes the likeliest token; top_k
         leaves only so many to choose from. As in nanoGPT, nothing is cached."""
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -len(self.wpe.weight):], last=True)[:, -1].float()  # (B, V)
+            logits = self(idx[:, -self.config.block_size:], last=True)[:, -1].float()  # (B, V)
             if top_k:
                 least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
                 logits[logits < least] = -math.inf
@@ -434,311 +445,220 @@ class GPT2(nn.Module):
             idx = torch.cat([idx, token], dim=1)
         return idx
 
-def make_student(teacher, c):
-    """A copy of the teacher, with masks. --learn says which of its parameters train."""
-    model = copy.deepcopy(teacher)
-    model.config = c
-    for block in model.h:
-        block.attn.add_masks(c)
-    trained = '.attn.' if c.learn == 'attention' else '.alpha'
-    for name, p in model.named_parameters():
-        p.requires_grad_(trained in name)
-    model.teacher = teacher.requires_grad_(False)  # moved and saved with the student
-    return model
-
 # ------------------------------------ data ------------------------------------
-def stream(name, *numbers):
-    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
-    hence the final 1."""
-    return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
+def read_meta(name, *kinds):
+    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: what fits."""
+    folder = Path('data', name.removeprefix('data/'))
+    if not folder.is_dir():
+        fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
+             'lists the commands that make one, from your own files, too')
+    meta = {}
+    if (folder / 'meta.json').exists():
+        meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+    if meta.get('format') != 1:
+        fail(f'{folder} was not made by prepare_data.py, or by an older version of it: move it '
+             'away, and prepare the data again')
+    if meta['kind'] not in kinds:
+        fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
+    return folder, meta
 
-VOCAB_SIZE = dict(bytes=256, gpt2=50257)  # of each tokenizer
+def load_data(c):
+    """c.data -> train and val, uint16 tokens, and meta: tokenizer, vocab_size, checksum."""
+    if c.data == 'builtin':  # every tenth file of Python's standard library is for validation
+        files = sorted(Path(os.__file__).parent.glob('*.py'))
+        text = [path.read_text('utf-8', errors='replace').encode() for path in files]
+        val = np.frombuffer(b''.join(text[9::10]), np.uint8)
+        del text[9::10]
+        train = np.frombuffer(b''.join(text), np.uint8)
+        meta = dict(tokenizer='bytes', vocab_size=256, checksum=zlib.crc32(train))
+    else:
+        folder, meta = read_meta(c.data, 'tokens')
+        train = np.memmap(folder / 'train.bin', np.uint16, 'r')
+        val = np.memmap(folder / 'val.bin', np.uint16, 'r')
+    if min(len(train), len(val)) <= c.block_size:
+        fail(f'--data {c.data} is shorter than a window of --block-size {c.block_size}')
+    return SimpleNamespace(train=train, val=val, meta=meta)
+
+def windows(tokens, starts, c, device):
+    """Inputs (B, T) from each start on, and targets (B, T), shifted by one token. int64."""
+    rows = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
+    rows = torch.from_numpy(rows).to(device)  # (B, T + 1)
+    return rows[:, :-1], rows[:, 1:]
 
 def get_tokenizer(name):
     """Functions encode, text -> ids, and decode, ids -> text. tiktoken downloads gpt2's once."""
     if name == 'bytes':
         return (lambda text: list(text.encode(errors='replace')),
-                lambda ids: bytes(ids).decode(errors='replace'))
+                lambda ids: bytes(i for i in ids if i < 256).decode(errors='replace'))
     import tiktoken
     gpt2 = tiktoken.get_encoding('gpt2')
-    return lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}), gpt2.decode
-
-def read_text(c):
-    """Training and validation text; the latter is every tenth file, or one file's last tenth."""
-    if c.data == 'builtin':
-        files = sorted(Path(os.__file__).parent.glob('*.py'))
-        texts = [path.read_text('utf-8', errors='replace') for path in files]
-        train = [text for i, text in enumerate(texts) if i % 10 != 9]
-        return ''.join(train), ''.join(texts[9::10])
-    if not Path(c.data).exists():
-        fail(f'--data {c.data}: no such file and no folder data/{c.data}; '
-             f'`python prepare_data.py {c.data}` may make one; without a name it lists them')
-    try:
-        text = Path(c.data).read_text('utf-8-sig')
-    except UnicodeDecodeError:
-        fail(f'--data {c.data} is not text in UTF-8')
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
-
-def read_tokens(path, tokenizer):
-    """A file of uint16 token ids, as nanoGPT writes them. Its first 8 million are checked."""
-    if not path.exists():
-        fail(f'{path} is missing: for text, name one file, or '
-             '`python prepare_data.py text FILE` makes a folder of it')
-    try:
-        tokens = np.memmap(path, np.uint16, 'r')
-    except ValueError as error:  # it is empty, or has an odd number of bytes
-        fail(f'{path} does not hold 16-bit ids (uint16): {error}')
-    first = tokens[:2 ** 23]
-    if first.max() >= VOCAB_SIZE[tokenizer]:
-        fail(f'{path} has the id {first.max()}; {tokenizer} has {VOCAB_SIZE[tokenizer]} tokens. '
-             'The file must hold 16-bit ids (uint16) without a header')
-    if not first[1::2].any():
-        fail(f'{path}: every other id is 0, so they seem to have 32 or 64 bits, not 16 (uint16)')
-    return tokens
-
-def read_tokenizer(folder):
-    """The tokenizer in meta.json, which prepare_data.py writes. Without it gpt2, as in nanoGPT."""
-    path = folder / 'meta.json'
-    if not path.exists() and (folder / 'meta.pkl').exists():
-        fail(f'{folder}/meta.pkl defines its own characters, and a pickle could run code: make '
-             'tokens from the text with `python prepare_data.py text FILE --tokenizer bytes`')
-    if not path.exists():
-        return 'gpt2'
-    try:
-        name = json.loads(path.read_text('utf-8-sig'))['tokenizer']
-    except (ValueError, TypeError, KeyError):
-        fail(f'{path} is not a JSON object with a tokenizer')
-    if name not in VOCAB_SIZE:
-        fail(f'{path} names the tokenizer {name}: it must be bytes or gpt2')
-    return name
-
-def load_data(c):
-    """c.data -> an object with train and val (uint16 tokens), tokenizer (a name), vocab_size, and
-    facts, which a run saves so that --resume recognises its data."""
-    folder = Path(c.data) if Path(c.data).is_dir() else Path('data', c.data)
-    if folder.is_dir():
-        tokenizer = read_tokenizer(folder)
-        train, val = [read_tokens(folder / name, tokenizer) for name in ('train.bin', 'val.bin')]
-    else:
-        tokenizer = c.tokenizer
-        encode, _ = get_tokenizer(tokenizer)
-        train, val = [np.array(encode(text), dtype=np.uint16) for text in read_text(c)]
-    if min(len(train), len(val)) <= c.block_size:
-        fail(f'--data {c.data} does not fill a window of --block-size {c.block_size}')
-    vocab_size = VOCAB_SIZE[tokenizer]
-    if 0 < c.vocab_size < vocab_size:
-        fail(f'--vocab-size {c.vocab_size}: the vocabulary of {tokenizer} has {vocab_size} tokens')
-    ends = np.concatenate([part for t in (train, val) for part in (t[:9999], t[-9999:])])
-    facts = dict(tokenizer=tokenizer, vocab_size=vocab_size, train=len(train), val=len(val),
-                 checksum=zlib.crc32(ends.tobytes()))
-    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, vocab_size=vocab_size,
-                           facts=facts, about=c.data)
+    return (lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}),
+            lambda ids: gpt2.decode([i for i in ids if i < 50257]))  # vocab_size may be padded
 
 # ------------------------------------ training ------------------------------------
-GPT2_FORM = dict(  # fields of config.json that change what a model computes, as GPT-2 has them
-    activation_function='gelu_new', layer_norm_epsilon=1e-5,
-    scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+def make_teacher(c, meta):
+    """A new GPT-2 on the CPU, for the vocabulary of the data."""
+    if 0 < c.vocab_size < meta['vocab_size']:
+        fail(f'--vocab-size {c.vocab_size}: the data have {meta["vocab_size"]} tokens')
+    return GPT2(replace(c, masks='', vocab_size=c.vocab_size or meta['vocab_size']))
 
-def load_gpt2(path, n_head=0):
-    """A GPT-2 of any size, from one of our checkpoints or a file saved by transformers. n_head
-    is used where neither the checkpoint nor a config.json beside it says how many heads it has."""
-    if not Path(path).is_file():
-        fail(f'--init {path} is not a file; `python {SCRIPT}.py teacher` trains a small GPT-2, '
-             '`python prepare_data.py gpt2` downloads one')
-    weights = {name.removeprefix('transformer.'): tensor
-               for name, tensor in read_weights(path).items()
-               if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # those are causal masks
-    wte, wpe = weights.get('wte.weight'), weights.get('wpe.weight')
-    if wte is None or wpe is None:
-        fail(f'--init {path} is not a GPT-2: it has no wte.weight, or no wpe.weight')
-    if not torch.equal(weights.pop('lm_head.weight', wte), wte):
-        fail(f'--init {path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
-
-    config = load_checkpoint(path).get('config', {})
-    beside = Path(path).with_name('config.json')
-    if not config and beside.exists():
-        try:
-            config = dict(json.loads(beside.read_text('utf-8')))
-        except (ValueError, TypeError):
-            fail(f'{beside} is not a JSON object')
-    for field, value in GPT2_FORM.items():
-        if config.get(field, value) != value:
-            fail(f'{path} has {field} {config[field]}: GPT-2, as computed here, has {value}')
-    n_head = config.get('n_head', n_head)
-    if not n_head:
-        fail(f'--init {path} does not say how many heads it has: put its config.json beside it, '
-             'or give --n-head, 12 for the smallest GPT-2')
-    n_layer = sum(name.startswith('h.') and name.endswith('.ln_1.weight') for name in weights)
-    model = GPT2(Config(stage='teacher', n_layer=n_layer, n_head=n_head, n_embd=wte.size(1),
-                        positions=len(wpe), block_size=len(wpe), vocab_size=len(wte)))
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        fail(f'--init {path} is not a GPT-2: {" ".join(str(error).split())[:200]}')
+def make_student(teacher, c):
+    """A copy of the teacher, with masks. --learn says what trains in it."""
+    model = GPT2(replace(teacher.config, masks=c.masks, reading=c.reading))
+    model.to(teacher.wte.weight).load_state_dict(teacher.state_dict(), strict=False)  # no alphas
+    trained = '.attn.' if c.learn == 'attention' else '.alpha'
+    for name, p in model.named_parameters():
+        p.requires_grad_(trained in name)
     return model
 
-def make_model(c, data, teacher=None):
-    """A model on the CPU: a new teacher, or a student of `teacher` or of --init's. Its config has
-    the teacher's sizes in place of --init, so a saved student needs no other file."""
-    c = replace(c, tokenizer=getattr(data, 'tokenizer', c.tokenizer))
-    size = c.vocab_size or getattr(data, 'vocab_size', 0)
-    if c.init:
-        teacher = load_gpt2(c.init, c.n_head)
-    if teacher:
-        t = teacher.config
-        if size not in (0, t.vocab_size):
-            fail(f'--init {c.init} has {t.vocab_size} tokens; tokenizer {c.tokenizer} has {size}')
-        for name in ('n_layer', 'n_head', 'n_embd'):
-            x = getattr(t, name)
-            if getattr(c, name) not in (x, getattr(Config, name)):  # a default asks for nothing
-                fail(f'--init {c.init} has {name} {x}: give --{name.replace("_", "-")} {x}')
-        c = replace(c, init='', n_layer=t.n_layer, n_head=t.n_head, n_embd=t.n_embd,
-                    positions=t.positions)
-        size = t.vocab_size
-    if not size:  # your own arrays do not say
-        size = 1 + int(max(np.max(data.train), np.max(data.val)))
-        if min(np.min(data.train), np.min(data.val)) < 0:
-            fail('your data have ids below 0: leave padding out')
-    c = replace(c, vocab_size=size, n_head=c.heads)
-    return GPT2(c) if c.stage == 'teacher' else make_student(teacher or GPT2(c), c)
+def find_teacher(c, data):
+    """The teacher of c's student: the one in its checkpoint, in --init, or our own, whose run is
+    made or finished here."""
+    if c.resume:
+        file = Path(c.folder, 'ckpt.pt')
+    elif c.init:
+        file = c.init
+    else:
+        file = train_teacher(c, data)['folder'] / 'best.pt'
+    teacher, _, _ = load_pair(file)
+    wanted = dict(asdict(c), vocab_size=c.vocab_size or data.meta['vocab_size'])
+    for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size'):
+        size = getattr(teacher.config, name)
+        if wanted[name] not in (size, getattr(Config, name)):  # a default asks for nothing
+            fail(f'{file} has {name} {size}, not {wanted[name]}')
+    if c.block_size > teacher.config.block_size:
+        fail(f'{file} has {teacher.config.block_size} positions: too few for --block-size '
+             f'{c.block_size}')
+    return teacher
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    alphas = [p for name, p in trained.items() if name.endswith('.alpha')]
-    matrices = [p for p in trained.values() if p.dim() == 2]
-    others = [p for name, p in trained.items() if p.dim() != 2 and not name.endswith('.alpha')]
-    decay = c.weight_decay if c.stage == 'teacher' else 0.0
+    alphas, matrices, others = [], [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            group = alphas if name.endswith('.alpha') else matrices if p.dim() == 2 else others
+            group.append(p)
+    decay = 0.0 if alphas else c.weight_decay
     groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
               dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
               dict(params=others, peak=c.learning_rate, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(0.9, 0.99))  # train sets the rates
+    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(0.9, 0.99))
 
-def windows(tokens, starts, c, device):
-    """The tokens from each start on, and those one step later, both (B, T) int64."""
-    x = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
-    x = torch.from_numpy(x).to(device)
-    return x[:, :-1], x[:, 1:]
-
-def get_batch(data, c, step, micro, device):
+def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
-    n = len(data.train) - c.block_size  # places where a window fits
+    n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
-    drawn = stream('batch', c.seed, step).integers(c.samples or n, size=size)
-    if c.samples:
-        samples = stream('samples', c.seed).integers(n, size=c.samples)  # the same in every step
-        drawn = samples[drawn]
-    return windows(data.train, drawn[micro], c, device)
+    # the final 1, since NumPy takes the seeds [5, 7] and [5, 7, 0] for the same
+    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])
+    starts = rng.integers(c.samples or n, size=size)
+    if c.samples:  # the same ones in every step
+        rng = np.random.default_rng([zlib.crc32(b'samples'), c.seed, 1])
+        starts = rng.integers(n, size=c.samples)[starts]
+    return windows(data.train, starts[micro_step], c, device)
 
-def loss_of(model, batch, c):
+def loss_of(net, teacher, batch, c):
     """A teacher's cross-entropy; a student's KL and L1 on the coefficients [MA Sec. 2.5].
-    [deviation] The KL is a mean over tokens, not the report's sum, because with a sum the right
-    --l1 and --learning-rate would depend on the batch size."""
+    [deviation] The KL is a mean over tokens, not MA's sum, because with a sum the right --l1 and
+    --learning-rate would depend on the batch size."""
     x, y = batch  # (B, T) each
-    if model.teacher is None:
-        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    if teacher is None:
+        return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
     with torch.no_grad():
-        teacher_logits = model.teacher(x)  # (B, T, V)
-    l1 = sum(alpha.sigmoid().sum() for alpha in model.alphas())
-    return token_kl(teacher_logits, model(x)).mean() + c.l1 * l1
+        teacher_logits = teacher(x)  # (B, T, V)
+    l1 = sum(alpha.sigmoid().sum() for alpha in net.alphas())
+    return token_kl(teacher_logits, net(x)).mean() + c.l1 * l1
 
 def validation(data, c, device):
-    """Batches of the same c.eval_rows windows every time, spread evenly over the validation text;
-    with 0, all that fit side by side."""
+    """Batches of c.eval_rows sequences, the same ones every time, spread evenly over the validation
+    text; with 0, all that fit side by side."""
     last = len(data.val) - c.block_size - 1
-    rows = c.eval_rows or (len(data.val) - 1) // c.block_size
-    starts = np.unique(np.linspace(0, last, rows).astype(np.int64))
+    n = c.eval_rows or (len(data.val) - 1) // c.block_size
+    starts = np.unique(np.linspace(0, last, n).astype(np.int64))
     for i in range(0, len(starts), c.batch_size):
         yield windows(data.val, starts[i:i + c.batch_size], c, device)
 
 @torch.no_grad()
-def evaluate(model, data, c, device):
-    """Loss on the validation windows, without L1. Of a student also the share of pairs that it
-    keeps, and every coefficient, such as 0.window:32 in layer 0."""
+def evaluate(model, teacher, data, c, device):
+    """Loss on the validation sequences, without L1. Of a student also the share of pairs that it
+    keeps, and every coefficient: 0.window:32 is that of the mask window:32 in layer 0."""
     c = replace(c, l1=0.0)
     total = rows = 0
     for x, y in validation(data, c, device):
-        total += loss_of(model, (x, y), c).item() * len(x)
+        total += loss_of(model, teacher, (x, y), c).item() * len(x)
         rows += len(x)
     metrics = dict(val_loss=total / rows)
-    if model.teacher:
-        metrics['kept'] = kept_pairs(model.alphas(), c.masks, c.block_size)
+    if teacher:
+        metrics['kept'] = kept_pairs(c.masks, model.alphas(), c.block_size)
         for layer, alpha in enumerate(model.alphas()):
-            for (kind, n), c_k in zip(candidates(c.masks), alpha.sigmoid().tolist()):
+            for (kind, n), c_k in zip(parse_masks(c.masks), alpha.sigmoid().tolist()):
                 metrics[f'{layer}.{kind}:{n}'] = c_k
     return metrics
 
-CRITERIA = {  # what the report wants of a student  [MA Sec. 2.4]
-    'accuracy': ('>=', 0.95),  # its next-token accuracy / the teacher's
-    'cosine': ('>=', 0.95),    # of their gradients for c_attn and c_proj, of [choice] cross-entropy
+CRITERIA = {  # MA's goals for a student  [MA Sec. 2.4]
+    'accuracy': ('>=', 0.95),  # of the next token, divided by the teacher's
+    'cosine': ('>=', 0.95),    # of both gradients for c_attn, c_proj, of [choice] cross-entropy
     'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and [choice] pairs j <= i
     'kl': ('<=', 1e-3),        # KL(teacher || student) in nats, mean over tokens
 }
 
-def passes(name, value):
+def meets(name, value):
+    """Whether a figure meets its goal."""
     sign, limit = CRITERIA[name]
     return value >= limit if sign == '>=' else value <= limit
 
-def forward_backward(model, x, y):
-    """Log-probabilities (N, V) at the N targets y that are not -1, and the gradient of the summed
-    cross-entropy for all parameters of attention."""
-    params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()
-              if name.startswith('h.') and '.attn.c_' in name}
-    logits = torch.func.functional_call(model, params, x)
-    log_p = F.log_softmax(logits, dim=-1)[y >= 0]
-    loss = F.nll_loss(log_p, y[y >= 0], reduction='sum')
-    gradient = torch.autograd.grad(loss, list(params.values()))
-    return log_p.detach(), torch.cat([g.flatten() for g in gradient])
+def look_inside(model, x, y):
+    """Of a batch, x and y (B, T): log-probabilities (B, T, V), their summed cross-entropy, its
+    gradient for c_attn and c_proj in all layers, and attention weights (B, nh, T, T) of each."""
+    maps, params = [], []
+    for name, p in model.named_parameters():
+        if '.attn.c_' in name:
+            params.append(p.requires_grad_())
+    log_p = F.log_softmax(model(x, maps=maps), dim=-1)
+    nll = F.nll_loss(log_p.flatten(0, 1), y.flatten(), reduction='sum')
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(nll, params)])
+    return SimpleNamespace(log_p=log_p.detach(), nll=nll.detach(), gradient=gradient, maps=maps)
 
-def fidelity(model, batches):
-    """How close a student is to its teacher on batches of (x, y), both (B, T), where y = -1 is
-    padding: CRITERIA's metrics and how many pass, and both perplexities.  [MA Sec. 2.4]"""
-    tokens = pairs = kl = squared_error = 0
-    right, nll, gradient = [0, 0], [0, 0], [0, 0]  # of teacher and student
+def measure(model, teacher, batches):
+    """How close a student is to its teacher on batches of (x, y), both (B, T): CRITERIA's figures,
+    how many meet their goal, and both perplexities.  [MA Sec. 2.4]"""
+    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]
+    tokens = pairs = right = nll = gradient = kl = squares = 0
     for x, y in batches:
-        real = y >= 0  # (B, T)
-        target = y[real]  # (N,)
-        both = [forward_backward(net, x, y) for net in (model.teacher, model)]
-        for who, (log_p, g) in enumerate(both):
-            right[who] += (log_p.argmax(-1) == target).sum()
-            nll[who] += F.nll_loss(log_p, target, reduction='sum')
-            gradient[who] += g
-        (log_p, _), (log_q, _) = both
-        tokens += len(target)
-        kl += (log_p.exp() * (log_p - log_q)).sum()
-        for teacher_P, P in zip(model.teacher.attention_maps(x), model.attention_maps(x)):
-            gap = (teacher_P - P).transpose(1, 2)[real]  # (N, nh, T)
-            squared_error += gap.square().sum()
-            pairs += gap.size(1) * (real.nonzero()[:, 1] + 1).sum()  # j <= i
-    tokens = max(1, tokens)  # the report's edge case: all padding
-    teacher_perplexity, perplexity = [(total / tokens).exp() for total in nll]
+        both = [look_inside(net, x, y) for net in nets]
+        tokens += y.numel()
+        right += torch.stack([(b.log_p.argmax(-1) == y).sum() for b in both])  # teacher, student
+        nll += torch.stack([b.nll for b in both])
+        gradient += torch.stack([b.gradient for b in both])
+        theirs, ours = both
+        kl += (theirs.log_p.exp() * (theirs.log_p - ours.log_p)).sum()
+        for P, Q in zip(theirs.maps, ours.maps):  # (B, nh, T, T)
+            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T), the order of the sum
+            squares += gap.square().sum()
+            pairs += y.numel() * P.size(1) * (P.size(2) + 1) / 2  # j <= i
     metrics = dict(
         kl=(kl / tokens).clamp_min(0), accuracy=right[1] / right[0].clamp_min(1),
-        mse=squared_error / pairs.clamp_min(1), cosine=F.cosine_similarity(*gradient, dim=0),
-        perplexity=perplexity, teacher_perplexity=teacher_perplexity)
+        mse=squares / pairs, cosine=F.cosine_similarity(*gradient, dim=0),
+        perplexity=(nll[1] / tokens).exp(), teacher_perplexity=(nll[0] / tokens).exp())
     metrics = {name: value.item() for name, value in metrics.items()}
-    metrics['passed'] = sum(passes(name, metrics[name]) for name in CRITERIA)
+    metrics['passed'] = sum(meets(name, metrics[name]) for name in CRITERIA)
     return metrics
 
-def learning_rate(step, c, peak):
+def get_lr(step, c, peak):
     """The learning rate of a step, counted from 0."""
     if step < c.warmup_iters:
-        factor = (step + 1) / (c.warmup_iters + 1)  # as in nanoGPT
-    else:
-        done = 1 - (c.max_iters - step) / (c.max_iters - c.warmup_iters)
-        cosine = 0.5 * (1 + math.cos(math.pi * done))  # from 1 to 0
-        factor = c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine
-    return peak * factor
+        return peak * ((step + 1) / (c.warmup_iters + 1))  # as in nanoGPT
+    left = c.max_iters - step
+    done = 1 - left / (c.max_iters - c.warmup_iters)  # from 0 to 1
+    cosine = 0.5 * (1 + math.cos(math.pi * done))     # from 1 to 0
+    return peak * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
 
-def train_step(net, batches, c, optimizer, scaler, autocast):
-    """One optimiser step on all micro-batches -> mean loss, gradient norm before clipping (0 where
-    float16 overflows: the scaler then skips the step and halves its scale, down to 1)."""
+def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
+    """One optimiser step on all micro-batches -> their mean loss."""
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
         with autocast:
-            loss = loss_of(net, batch, c) / c.grad_accum_steps
+            loss = loss_of(net, teacher, batch, c) / c.grad_accum_steps
         scaler.scale(loss).backward()
         total += loss.detach()
     if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
@@ -746,166 +666,139 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    skipped = not norm.isfinite() and scaler.get_scale() > 1
+    # Where gradients overflow float16, the scaler skips the step and halves its scale. So only
+    # a scale of 1 is an error, which it always is in other dtypes.
+    overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
-    return total.item(), 0.0 if skipped else norm.item()
+    if overflow or not math.isfinite(total):
+        raise FloatingPointError(f'loss {total:g}, gradient norm {norm:g}: try a lower '
+                                 '--learning-rate, or check any formula you edited')
+    return total.item()
 
-def train_teacher(c, folder, data):
-    """Train a teacher for a new student, in the student's folder, and keep it as teacher.pt."""
-    print('stage 1 of 2: a small GPT-2, the teacher, learns the text (--teacher-iters)')
-    teacher, _ = train(replace(c, stage='teacher'), folder, data)
-    teacher.zero_grad()  # it stays a part of the student, and clipping would count its gradients
-    if folder and RANK == 0:
-        shutil.copyfile(Path(folder, 'best.pt'), Path(folder, 'teacher.pt'))
-        teacher.load_state_dict(load_checkpoint(Path(folder, 'best.pt'))['model'])
-    if WORLD > 1:
-        for p in teacher.parameters():
-            dist.broadcast(p.data, 0)
-    print('\nstage 2 of 2: the student, a copy with masks, learns to predict what it predicts')
-    return teacher
-
-def train(c, folder=None, data=None):
-    """Train a model as c says -> model, log (a list of dicts of metrics). Checkpoints and log.csv
-    go to `folder`, if any. Your own data need two arrays of ids, data.train and data.val, each
-    longer than a window. A student without --init gets a teacher first."""
+def train(c, folder=None, data=None, teacher=None):
+    """Train a student as c says or, if c.masks is '', a teacher -> model, log (a list of dicts of
+    metrics). Checkpoints and log.csv go to `folder`, if any."""
     device, dtype = pick_device(c)
-    data, teacher = data or load_data(c), None
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))['config'] if c.resume else {}
-    if c.stage == 'teacher':
-        c = replace(c, init='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
-                    warmup_iters=100, samples=0)
-    elif not c.init and saved.get('stage') != 'student':  # there is no student to resume yet
-        teacher = train_teacher(c, folder, data)
-        c = replace(c, resume=False)
-    torch.manual_seed(c.seed)  # for parameters of your own
-    model = make_model(c, data, teacher).to(device)
-    facts = dict(getattr(data, 'facts', {}))
-    if c.init:
-        facts['teacher'] = zlib.crc32(Path(c.init).read_bytes())
+    data = data or load_data(c)
+    if c.masks:
+        teacher = (teacher or find_teacher(c, data)).to(device).eval()
+    torch.manual_seed(c.seed)  # for layers of your own
+    model = make_student(teacher, c) if c.masks else make_teacher(c, data.meta).to(device)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
-    net = torch.compile(model) if c.compile else model
-    start, seconds, log, losses = 0, 0.0, [], []
+    net = torch.compile(model) if c.compile else model  # the same parameters
+    step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        start, seconds, log, losses = resume_run(c, model, optimizer, scaler,
-                                                 SimpleNamespace(facts=facts))
-    before = seconds
-    print(f'model   {c.variant}, {count(model):,} parameters, on {device} in {dtype}\n'
-          f'data    {getattr(data, "about", "your own")}, {len(data.train):,} tokens to train on, '
-          f'{len(data.val):,} held out'
-          + (f'\nfolder  {folder}' if folder else '')
-          + (f', from step {start}' if start else ''))
-
-    def make(step):  # this process's share of a step's micro-batches
-        return [get_batch(data, c, step, micro, 'cpu')
-                for micro in range(RANK, c.grad_accum_steps, WORLD)]
-    batches = prefetch(make, range(start, c.max_iters), device)
-    for step in range(start, c.max_iters + 1):
-        if step % c.eval_interval == 0 or step == c.max_iters:
-            # save first; a run that is resumed from here evaluates again
-            weights = dict(model=model.state_dict(), config=asdict(model.config), data=facts)
+        step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+    kind = f'student with {c.masks}' if teacher else 'teacher'
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f'model   {kind}, {trained:,} parameters to train, on {device} in {dtype}\n'
+          f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
+    while True:
+        # the checkpoint comes before the evaluation, which a resumed run repeats
+        if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
+            weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
+            if teacher:  # a student needs no other file
+                weights['teacher'] = teacher.state_dict()
             save(folder, 'ckpt.pt', dict(
-                weights, optimizer=optimizer.state_dict()['state'], scaler=scaler.state_dict(),
-                progress=(step, seconds, log, losses)))
+                weights, settings=asdict(c), code=zlib.crc32(CODE), scaler=scaler.state_dict(),
+                optimizer=optimizer.state_dict(), progress=(step, seconds, log, losses)))
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
+            model.eval()
             # in float32: in bfloat16 a student that equals its teacher has a KL of 3.7e-4
-            row.update(evaluate(model.eval(), data, c, device))
+            row.update(evaluate(model, teacher, data, c, device))
+            if teacher and step == c.max_iters:
+                row.update(measure(model, teacher, validation(data, c, device)))
+            model.train()
             if math.isnan(row['val_loss']):
-                raise FloatingPointError(f'validation loss nan at step {step}: try a lower '
+                raise FloatingPointError(f'the validation loss of step {step} is nan: try a lower '
                                          '--learning-rate, or check any formula you edited')
-            if step == c.max_iters and model.teacher:
-                row.update(fidelity(model, validation(data, c, device)))
-            log, losses = [*log, row], []
+            log.append(row)
+            losses = []
             if row['val_loss'] == min(past['val_loss'] for past in log):
                 save(folder, 'best.pt', weights)
             write_log(folder, log)
-            print(f'step {step}/{c.max_iters}: {show(row)}', flush=True)
+            print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4f}', flush=True)
         if step == c.max_iters:
-            break
+            return model, log
 
-        # one step; seed and step decide its batches, so a resumed run repeats them
-        clock = time.time()
+        # one step; seed and step decide its batch, so a resumed run repeats it
+        start = time.perf_counter()
         for group in optimizer.param_groups:
-            group['lr'] = learning_rate(step, c, group['peak'])
-        loss, norm = train_step(net.train(), next(batches), c, optimizer, scaler, autocast)
-        if not math.isfinite(loss + norm):
-            raise FloatingPointError(f'loss {loss:g}, gradient norm {norm:g} in step {step}: try a '
-                                     'lower --learning-rate, or check any formula you edited')
-        losses.append(loss)
-        seconds += time.time() - clock
-        done = step + 1
-        if c.log_interval and done % c.log_interval == 0:
-            pace = (seconds - before) / (done - start)  # on this machine
-            print(f'step {done}/{c.max_iters} ({done / c.max_iters:.0%}), batch loss {loss:.4f}, '
-                  f'{1000 * pace:.0f} ms a step, {(c.max_iters - done) * pace / 60:.1f} min left',
-                  flush=True)
-    return model, log
+            group['lr'] = get_lr(step, c, group['peak'])
+        batches = [get_batch(data, c, step, micro_step, device)  # this process's share
+                   for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
+        losses.append(train_step(net, teacher, batches, c, optimizer, scaler, autocast))
+        seconds += time.perf_counter() - start
+        step += 1
+        if c.log_interval and step % c.log_interval == 0:
+            pace = seconds / step
+            print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
+                  f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
-# ------------------------------ report, sample, criteria ------------------------------
+# ------------------------------------ report, sample, criteria ------------------------------------
 def report(c, model, log, folder, data):
-    """Print the result beside a reference, and samples; draw the run and the coefficients."""
-    print()
-    if model.teacher:
-        judge(model, data, c)
-        try:
-            print(side_by_side(c, model, PROMPTS[:2]))
-        except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and a network
-            print(f'note    no samples: {str(error)[:100]}')
-        draw_layers(folder / 'layers.png', model, log)
+    """Print the result beside its yardstick, draw the run, and let both models write."""
+    if c.masks:
+        teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
+        print_criteria(c, model, teacher, data, log[-1])
+        draw_layers(folder, log, len(model.h), parse_masks(c.masks))
     else:
-        print(f'result  validation loss {log[-1]["val_loss"]:.3f} nats per token; a uniform '
-              f'guess gets {math.log(model.config.vocab_size):.3f}')
-    draw(folder / 'curves.png', {c.stage: log}, [
-        ('training loss (nats per token)', 'loss'),
-        ('validation loss (nats per token; a student\'s: KL)', 'val_loss')])
-    teacher = str(folder / 'best.pt') if not model.teacher else c.init or str(folder / 'teacher.pt')
-    c = replace(c, stage='student', init=teacher)
-    other = 'last5' if c.masks != 'last5' else 'windows'
-    actions = ['criteria', 'sample'] if model.teacher else ['sample']
-    files_and_next(c, folder, 'masks', [other, c.masks], *actions)
+        print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token (a uniform '
+              f'guess: {math.log(model.config.vocab_size):.3f})')
+    draw_curves(folder, log, {'training loss (nats per token)': 'loss',
+                              "validation loss (a student's: KL)": 'val_loss'})
+    if not c.masks:
+        return print(f'files   {folder}, whose best.pt --init takes\n')
+    try:
+        print(write_on(replace(c, num_samples=1), teacher, model, data.meta['tokenizer']), '\n')
+    except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
+        print(f'note    no sample: {str(error)[:100]}')
+    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
+          f'next    python {SCRIPT}.py criteria --folder "{folder}"\n'
+          f'        python {SCRIPT}.py sample --folder "{folder}"')
 
-def draw_layers(path, model, log):
-    """The report's figures: the coefficients of every layer over the steps."""
-    layers = {}
-    for i in range(len(model.h)):
-        rows = [{name.removeprefix(f'{i}.'): x for name, x in row.items()} for row in log]
-        layers[f'layer {i}'] = rows
-    draw(path, layers, [(f'coefficient of the mask {kind}:{n}', f'{kind}:{n}')
-                        for kind, n in candidates(model.config.masks)])
+def print_criteria(c, model, teacher, data, trained=None):
+    """Print MA's goals beside what the masks alone and the trained student reach on c.eval_rows
+    sequences -> the student's figures, which are measured unless given."""
+    batches = [*validation(data, c, teacher.wte.weight.device)]
+    trained = trained or measure(model, teacher, batches)
+    alone = measure(make_student(teacher, c).eval(), teacher, batches)
+    print(f'\n{"goal":20}{"masks alone":20}trained')
+    for name, (sign, limit) in CRITERIA.items():
+        row = f'{name:9}{sign} {limit:<8g}'
+        for value in alone[name], trained[name]:
+            row += f'{value:<#9.3g}{"PASS" if meets(name, value) else "FAIL":11}'
+        print(row.rstrip())
+    kept = kept_pairs(c.masks, model.alphas(), c.block_size)
+    print(f'result  with {kept:.0%} of the token pairs {trained["accuracy"]:.3f} times the '
+          f'teacher\'s accuracy, perplexity {trained["perplexity"]:.3f} (the teacher: '
+          f'{trained["teacher_perplexity"]:.3f}),\n        {trained["passed"]} of {len(CRITERIA)} '
+          f'goals met, on {sum(len(x) for x, _ in batches)} validation sequences')
+    return trained
 
-def judge(model, data, c):
-    """Print the report's criteria for the masks alone and for the trained student, on c.eval_rows
-    windows -> the student's metrics."""
-    batches = [*validation(data, c, model.wte.weight.device)]
-    rows = sum(len(x) for x, _ in batches)
-    print(f'judging both, one after the other, on {rows} windows')
-    print('the report wants', *(f'{name} {sign} {limit:g}'.rjust(19)
-                                for name, (sign, limit) in CRITERIA.items()))
-    for case, net in (('mask only', make_student(model.teacher, c)), ('trained', model)):
-        metrics = fidelity(net, batches)
-        print(f'{case:16}', end='')
-        for name in CRITERIA:
-            verdict = 'PASS' if passes(name, metrics[name]) else 'FAIL'
-            print(f'{metrics[name]:#15.3g} {verdict}', end='')
-        print()
-    kept = kept_pairs(model.alphas(), c.masks, c.block_size)
-    print(f'result  {kept:.0%} of pairs give {metrics["accuracy"]:.3f} times the accuracy; '
-          f'{metrics["passed"]} of {len(CRITERIA)} criteria pass, on {rows} windows\n'
-          f'        perplexity {metrics["perplexity"]:.3f}, the teacher\'s '
-          f'{metrics["teacher_perplexity"]:.3f}')
-    return metrics
+def draw_layers(folder, log, n_layer, masks):
+    """MA's figures: each mask's coefficient during training, a line for each layer."""
+    try:
+        from matplotlib import colormaps, figure
+    except ImportError:
+        return  # draw_curves has said so
+    picture = figure.Figure(figsize=(5 * len(masks), 4), layout='tight')
+    for k, (kind, n) in enumerate(masks, 1):
+        axis = picture.add_subplot(1, len(masks), k, xlabel='step',
+                                   title=f'coefficient of the mask {kind}:{n}')
+        for layer in range(n_layer):
+            axis.plot([row['step'] for row in log], [row[f'{layer}.{kind}:{n}'] for row in log],
+                      '.-', color=colormaps['viridis'](0.8 * layer / max(1, n_layer - 1)),
+                      label=f'layer {layer}')
+        axis.grid(alpha=0.3)
+    axis.legend()
+    picture.savefig(folder / 'layers.png')
 
-def criteria(c):
-    """Judge a student by the report's criteria, on --judge-rows windows."""
-    model, _ = load_run(c, 'ckpt.pt')  # best.pt was chosen on the text used here to judge
-    if not model.teacher:
-        fail(f'--folder {c.folder} has no student yet: name another, or --resume it')
-    return judge(model, load_data(c), replace(c, eval_rows=c.judge_rows))
-
-PROMPTS = [  # the report's, short and longer ones
+MA_PROMPTS = [  # short and longer ones
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
     'The future of artificial intelligence',
     'In the year 2157, humanity had finally perfected interstellar travel. The first colony ship, '
@@ -915,42 +808,47 @@ PROMPTS = [  # the report's, short and longer ones
     'The detective pushed open the heavy oak door, stepping into a room thick with the scent of '
     'old books and something more sinister—fear']
 
-def side_by_side(c, model, prompts):
-    """How teacher and student continue each prompt, from the same seed, as text."""
-    tokenizer = model.config.tokenizer
+def write_on(c, teacher, student, tokenizer):
+    """How the teacher and, if any, the student continue --prompt from the same seed, as text."""
     encode, decode = get_tokenizer(tokenizer)
-    nets = dict(teacher=model.teacher, student=model) if model.teacher else dict(teacher=model)
-    lines = []
-    for prompt in prompts:
+    texts = []
+    for prompt in MA_PROMPTS if c.prompt == 'MA' else [c.prompt]:
         if prompt.startswith('FILE:'):  # as in nanoGPT
             prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
-        idx = torch.tensor([encode(prompt or '\n')], device=model.wte.weight.device)  # (1, T)
-        for name, net in nets.items():
+        idx = torch.tensor([encode(prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
+        for name, net in ('teacher', teacher), ('student', student):
             torch.manual_seed(c.seed)
-            for _ in range(c.num_samples):
+            for _ in range(c.num_samples if net else 0):
                 out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
-                text = decode([t for t in out if t < VOCAB_SIZE[tokenizer]])  # not those that pad
-                lines.append(f'\n{name}: {text}')
-    return '\n'.join(lines)
+                texts.append(f'\n{name}: {decode(out)}')
+    return '\n'.join(texts)
 
 def sample(c):
-    """Let teacher and student continue --prompt or, without it, the report's prompts."""
-    model, _ = load_run(c, 'ckpt.pt')
-    text = side_by_side(c, model, [c.prompt] if c.prompt else PROMPTS)
+    """Let teacher and student continue --prompt -> the text."""
+    teacher, student, saved = load_pair(newest_run(c) / 'ckpt.pt', pick_device(c)[0])
+    text = write_on(c, teacher, student, saved['data']['tokenizer'])
     print(text)
     return text
 
-# ------------------------------------ runs ------------------------------------
-# --- runs (identical in all four scripts; test_all.py checks)
-PROGRAM = f'{SCRIPT}.py'  # main changes it where a file of yours calls main()
+def criteria(c):
+    """Judge a student by MA's goals, on --judge-rows validation sequences -> its figures."""
+    teacher, student, saved = load_pair(newest_run(c) / 'ckpt.pt', pick_device(c)[0])
+    if student is None:
+        fail('that run is a teacher: name a student\'s --folder')
+    own = Config(**dict(saved['settings'], eval_rows=c.judge_rows))
+    return print_criteria(own, student, teacher, load_data(own))
 
+# ------------------------------------ runs ------------------------------------
+# A run is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's
+# weights), log.csv and pictures. NAME is the command line, so a command finds its own run. With
+# --resume it continues the newest of NAME, NAME+2, ... Without, it uses the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
     if name == 'cuda':
-        name = f'cuda:{os.environ.get("LOCAL_RANK", 0) if WORLD > 1 else 0}'
+        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError):
@@ -958,7 +856,6 @@ def pick_device(c):
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
-    torch.set_num_threads(c.threads or min(4, os.cpu_count()))
     return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
@@ -966,281 +863,228 @@ def mixed_precision(device, dtype):
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-def prefetch(make, steps, device):
-    """Yield make(step), a list of batches on the CPU, for each step, with their tensors on device.
-    A thread makes the next while the caller works (and one too many at the end)."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(make, steps.start)
-        for step in steps:
-            batches, coming = coming.result(), thread.submit(make, step + 1)
-            yield [[x.to(device) if torch.is_tensor(x) else x for x in batch] for batch in batches]
-
-def count(model):
-    """Number of trainable parameters."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-def show(row):
-    """A log row's metrics as text, except per-layer ones (0.mh) and nan."""
-    return '  '.join(f'{name} {x:.4g}' for name, x in row.items()
-                     if name not in ('step', 'seconds') and '.' not in name and not math.isnan(x))
-
 def save(folder, name, state):
-    """Write a checkpoint. If killed, or if the disk is full, it leaves the old file intact."""
+    """Write a checkpoint. If it fails or is killed meanwhile, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # on a full disk write_bytes raises OSError, torch.save does not
+        buffer = io.BytesIO()  # for a full disk torch.save has an error of its own
         torch.save(state, buffer)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, name + '.part').write_bytes(buffer.getbuffer())
-        os.replace(Path(folder, name + '.part'), Path(folder, name))
+        (folder / f'{name}.part').write_bytes(buffer.getbuffer())
+        os.replace(folder / f'{name}.part', folder / name)
 
-def load_checkpoint(path):
-    """A checkpoint of any program. Nothing in the file is run."""
+def load(path):
+    """A checkpoint {model, config, data, ...}. With weights_only nothing in the file is run."""
+    if not Path(path).exists():
+        fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
-        if str(path).endswith('.safetensors'):
-            return read_safetensors(Path(path).read_bytes())
-        return dict(torch.load(path, map_location='cpu', weights_only=True))
-    except Exception as error:  # there is no such file, or any of PyTorch's half a dozen
-        held = re.search(r'GLOBAL ([\w.]+)', str(error))
-        if held:
-            fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        fail(f'{path} cannot be read as a checkpoint: {" ".join(str(error).split())[:150]}')
+        saved = torch.load(path, map_location='cpu', weights_only=True)
+        if {'model', 'config', 'data'} <= saved.keys():
+            return saved
+    except Exception:  # torch.load raises many kinds
+        pass
+    fail(f'{path} is damaged, or of another program: python prepare_data.py weights {path} '
+         'converts many kinds')
 
-def read_safetensors(raw):
-    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
-    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
-                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
-    start = 8 + int.from_bytes(raw[:8], 'little')
-    tensors = {}
-    for name, entry in json.loads(raw[8:start]).items():
-        if name != '__metadata__':
-            first, last = entry['data_offsets']
-            data = bytearray(raw[start + first:start + last])
-            tensors[name] = torch.frombuffer(data, dtype=kinds[entry['dtype']]).view(entry['shape'])
-    return tensors
-
-def read_weights(path, **settings):
-    """{name: tensor} from a checkpoint, ours or another program's, without the prefixes that
-    wrappers add. Shapes do not show the number of heads: pass n_head=... to check it."""
-    saved = load_checkpoint(path)
-    theirs = saved.get('model_args') or saved.get('config') or {}  # nanoGPT's, ours
-    for name, value in settings.items():
-        if theirs.get(name, value) != value:
-            fail(f'{path} has {name} {theirs[name]}, not {value}: '
-                 f'give --{name.replace("_", "-")} {theirs[name]}')
-    for container in ('model', 'state_dict', 'model_state_dict'):
-        if isinstance(saved.get(container), dict):
-            saved = saved[container]
-    wrappers = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning
-    return {wrappers.sub('', name): tensor for name, tensor in saved.items()}
-
-def write_log(folder, log):
-    """Write all rows of metrics to the table folder/log.csv."""
-    if folder and RANK == 0:
-        with open(Path(folder, 'log.csv'), 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
-            writer.writeheader()
-            writer.writerows(log)
-
-def picture(path, paint, **size):
-    """Save what paint(figure) draws. Without matplotlib, or if it fails, print a note."""
+def load_pair(path, device='cpu'):
+    """Teacher, student (None in a teacher's file) and the rest of a checkpoint."""
+    saved, student = load(path), None
     try:
-        from matplotlib.figure import Figure
-        figure = Figure(layout='tight', **size)
-        paint(figure)
-        figure.savefig(path)
-    except Exception as error:  # a font, or matplotlib's own imports
-        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
+        config = Config(**saved['config'])
+        teacher = GPT2(replace(config, masks=''))
+        teacher.load_state_dict(saved.get('teacher', saved['model']))
+        if 'teacher' in saved:
+            student = GPT2(config).to(device).eval()
+            student.load_state_dict(saved['model'])
+    except (KeyError, TypeError, RuntimeError) as error:
+        fail(f'{path} is no GPT-2 of {SCRIPT}.py: {" ".join(str(error).split())[:200]}')
+    return teacher.to(device).eval(), student, saved
 
-def draw(path, logs, panels):
-    """Plot metrics over the steps, a line for each log in {label: log}. A panel is (title, metric)
-    or (title, metric, second metric, which is dashed)."""
-    def paint(figure):
-        from matplotlib import colormaps
-        colours = colormaps['viridis'](np.linspace(0, 0.8, len(logs)))
-        for i, (title, *names) in enumerate(panels, 1):
-            axis = figure.add_subplot(1, len(panels), i, xlabel='step', title=title)
-            for (label, log), colour in zip(logs.items(), colours):
-                for name, line in zip(names, ('.-', '.--')):
-                    rows = [row for row in log if name in row
-                            and (row['step'] > 0 or len(log) < 3)]  # step 0 is far off
-                    axis.plot([row['step'] for row in rows], [row[name] for row in rows], line,
-                              color=colour, label=label)
-                    label = None  # once in the legend
-            axis.grid(alpha=0.3)
-        axis.legend()
-    picture(path, paint, figsize=(5 * len(panels), 4))
-
-def new_folder(c):
-    """Make a new folder, out/SCRIPT/VARIANT-sSEED; if it exists, -2, -3, ... is appended."""
-    name, n = f'{c.variant}-s{c.seed}', 1
-    folder = Path(c.out_dir, SCRIPT, name)
-    while folder.exists():
-        n += 1
-        folder = folder.with_name(f'{name}-{n}')
-    folder.mkdir(parents=True)
+def newest_run(c):
+    """The folder of --folder, or of the newest run."""
+    folder = Path(c.folder)
+    if not c.folder:
+        files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
+        if not files:
+            fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
+        folder = max(files, key=os.path.getmtime).parent
+    print(f'run     {folder}')
     return folder
 
-def read_config(folder):
-    """A run's settings, as a dict, which is empty if this script made none in that folder."""
-    file, known = Path(folder, 'config.json'), asdict(Config())
-    config = json.loads(file.read_text('utf-8')) if file.exists() else {}
-    return {**known, **config} if config and config.keys() <= known.keys() else {}
-
-def find_run(given, resume):
-    """--folder, or the newest run with the settings `given` on the command line, or None. With
-    --resume the others must be the defaults, unless none are given: a command finds its own run."""
-    if given.get('folder'):
-        return Path(given['folder'])
-    wanted = {name: x for name, x in given.items() if name not in MACHINE}
-    if resume and wanted:
-        wanted = {name: x for name, x in asdict(Config(**wanted)).items() if name not in MACHINE}
-    files = Path(given.get('out_dir', Config.out_dir), SCRIPT).glob('*/ckpt.pt')
-    for file in sorted(files, key=os.path.getmtime, reverse=True):
-        config = read_config(file.parent)
-        if config and wanted.items() <= config.items():
-            return file.parent
-
-def load_run(c, name='best.pt'):
-    """Model of a run, with its best weights, and what the run knows of its data."""
-    saved = load_checkpoint(Path(c.folder, name))
-    data = SimpleNamespace(**saved['data'])
-    model = make_model(Config(**saved['config']), data).to(pick_device(c)[0])
-    model.load_state_dict(saved['model'])  # fails if you have changed the model since
-    return model.eval(), data
-
-def resume_run(c, model, optimizer, scaler, data):
-    """Load a run's last checkpoint -> its progress: step, seconds, log, losses since the log."""
-    saved = load_checkpoint(Path(c.folder, 'ckpt.pt'))
-    for name, x in getattr(data, 'facts', {}).items():
-        if saved['data'].get(name) != x:
-            fail(f'{c.folder} was trained on other data: {name} was {saved["data"].get(name)}, '
-                 f'and is {x}'[:300])
-    if c.max_iters < saved['progress'][0]:
-        fail(f'--max-iters {c.max_iters}: {c.folder} is at step {saved["progress"][0]}')
+def resume_run(c, meta, model, optimizer, scaler):
+    """Load the last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    saved = load(Path(c.folder, 'ckpt.pt'))
+    # a field that the checkpoint lacks, since it is new, counts as its default
+    then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
+    now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
+    for name in sorted((then.keys() | now.keys()) - MACHINE):
+        if then.get(name) != now.get(name):
+            fail(f'{c.folder} was trained with {name} {then.get(name)}, and now it is '
+                 f'{now.get(name)}: leave out --resume, or move that folder away')
+    if saved['code'] != zlib.crc32(CODE):
+        print(f'note    {SCRIPT}.py was edited since this run began')
     model.load_state_dict(saved['model'])
-    # restore only the moments; weight decay etc. come from the settings
-    optimizer.load_state_dict({**optimizer.state_dict(), 'state': saved['optimizer']})
+    optimizer.load_state_dict(saved['optimizer'])
     if saved['scaler']:  # it was trained in float16
         scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
-def train_and_report(c):
-    """Train in a new folder or, with --resume, in the old one -> its last metrics."""
-    data, folder = load_data(c), None
-    if RANK == 0:  # only the first process writes
-        folder = Path(c.folder) if c.resume else new_folder(c)
-        (folder / 'config.part').write_text(json.dumps(asdict(c), indent=1), 'utf-8')
-        os.replace(folder / 'config.part', folder / 'config.json')
+def write_log(folder, log):
+    """Write all rows of metrics to the table folder/log.csv."""
+    if folder and RANK == 0:
+        with open(folder / 'log.csv', 'w', newline='') as file:
+            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+            writer.writeheader()
+            writer.writerows(log)
+
+def draw_curves(folder, log, panels):
+    """Draw metrics over the steps into folder/curves.png. panels: {title: metric}."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print('note    no curves.png: pictures need `pip install matplotlib`')
+    figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
+    for i, (title, metric) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        axis.grid(alpha=0.3)
+    figure.savefig(folder / 'curves.png')
+
+def run_name(preset, given):
+    """The name of a run, from its preset and the flags that were typed, as {field: value}."""
+    flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
+    words = ','.join([preset, *flags])
+    name = re.sub(r'[^\w.,=-]', '_', words)
+    if name == words and len(name) <= 80:
+        return name
+    return f'{name[:70]}-{zlib.crc32(words.encode()):08x}'  # other commands have other names
+
+def find_folder(c, name):
+    """c with the folder of its run, and with resume only if there is something to continue."""
+    root = Path(c.out_dir, SCRIPT)
+    runs = [Path(c.folder)] if c.folder else [root / name, *root.glob(f'{name}+*')]
+    runs = [run for run in runs if (run / 'ckpt.pt').exists()]
+    if c.resume and runs:
+        newest = max(runs, key=lambda run: os.path.getmtime(run / 'ckpt.pt'))
+        return replace(c, folder=str(newest))
+    if c.folder:
+        fail(f'--folder {c.folder}: training takes it only with --resume, for a run that is there')
+    folder, n = root / name, 1
+    while folder.exists():
+        n += 1
+        folder = root / f'{name}+{n}'
+    return replace(c, folder=str(folder), resume=False)
+
+def train_and_report(c, data=None):
+    """Train in c.folder -> the last metrics, log and folder."""
+    data, folder = data or load_data(c), Path(c.folder)
+    print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
+    if RANK == 0:
+        folder.mkdir(parents=True, exist_ok=c.resume)  # an error if another run just made it
     try:
         model, log = train(c, folder, data)
-    except KeyboardInterrupt:
-        print('\nstopped')
-        if folder and (folder / 'ckpt.pt').exists():
-            step = load_checkpoint(folder / 'ckpt.pt')['progress'][0]
-            print(f'to continue from step {step}: '
-                  f'python {PROGRAM} --resume --folder {shlex.quote(folder.as_posix())}')
-        raise SystemExit(130)
+    except BaseException as error:
+        stopped, step = isinstance(error, KeyboardInterrupt), 0
+        if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
+            step = load(folder / 'ckpt.pt')['progress'][0]
+        if RANK == 0 and step == 0 and not c.resume:  # nothing to keep
+            shutil.rmtree(folder)
+        if stopped and step:
+            raise KeyboardInterrupt(f'; --resume continues this command from step {step}')
+        raise
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
-def files_and_next(c, folder, field, values, *more):
-    """Print the end of a report: its files, further commands, and one that trains variants anew, to
-    compare them."""
-    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
-    flags = []
-    for f in fields(Config):
-        value, flag = getattr(c, f.name), f.name.replace('_', '-')
-        if value != f.default and f.name not in (MACHINE - {'max_iters'}) | {'seed', field}:
-            flags.append(f'--{flag}={value}' if f.type is not bool else
-                         f'--{flag}' if value else f'--no-{flag}')
-    if Path(PROGRAM).name != f'{SCRIPT}.py':
-        flags += ['--with', PROGRAM]
-    compare = shlex.join(['experiments/compare.py', SCRIPT, '--sweep',
-                          f'{field}={",".join(values)}', '--seeds', str(c.seed), *flags])
-    for command in more:
-        print(f'next    python {PROGRAM} {command} --folder {shlex.quote(folder.as_posix())}')
-    print(f'next    python {compare}')
+def train_teacher(c, data=None):
+    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. Its run
+    is named by what makes a teacher, so that all commands that need it find it."""
+    data = data or load_data(c)
+    flags = {name: getattr(c, name) for name in TEACHER}
+    flags = {name: x for name, x in flags.items() if x != getattr(Config, name)}
+    name = run_name('teacher', dict(flags, checksum=data.meta['checksum']))
+    print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
+    own = Config(**{name: getattr(c, name) for name in TEACHER | MACHINE})
+    own = replace(own, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
+                  warmup_iters=c.teacher_warmup, eval_interval=c.eval_interval,
+                  eval_rows=c.eval_rows, folder='', resume=True)
+    root = Path(c.out_dir, SCRIPT)
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / f'{name}.lock', 'w') as file:
+        if fcntl and RANK == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)  # wait while another command trains this teacher
+        meet()
+        own = find_folder(own, name)
+        if own.resume:  # how often it is evaluated stays as it was, and tells no teachers apart
+            then = load(Path(own.folder, 'ckpt.pt'))['settings']
+            own = replace(own, eval_interval=then['eval_interval'], eval_rows=then['eval_rows'])
+        meet()  # all have found the folder, before the first process makes it
+        result = train_and_report(own, data)
+        meet()  # the first process has written best.pt
+    return result
 
-def parse(argv=None):
-    """argv -> action, Config. Flags override the preset; a run that is found keeps its settings."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    action = words.pop(0) if words and words[0] in ACTIONS else 'train'
-    help_text = inspect.getsource(Config) if {'-h', '--help'} & {*words} else ''  # needs a file
+def meet():
+    """Wait until all processes of this command are here."""
+    if WORLD > 1:
+        dist.barrier()
+
+def parse(argv):
+    """argv -> action, and its Config: flags override the preset."""
+    action, words = 'train', list(argv)
+    if words and words[0] in ACTIONS:
+        action = words.pop(0)
     p = argparse.ArgumentParser(
-        usage=f'{PROGRAM} [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
-        description=help_text.partition('class Config:\n')[2].partition('    def ')[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
-        allow_abbrev=False)
-    p.error = lambda message: fail(f'{message} (see --help)')
-    p.add_argument('--preset', choices=PRESETS, help='a set of settings; flags override it')
-    kinds = {bool: dict(action=argparse.BooleanOptionalAction), list: dict(nargs='+')}
-    for f in [f for f in fields(Config) if f.name != 'num_classes']:  # that is the data's
-        kind = kinds.get(f.type, dict(type=f.type, choices=CHOICES.get(f.name)))
-        spellings = {'--' + f.name, '--' + f.name.replace('_', '-')}  # nanoGPT's --n_layer, too
-        p.add_argument(*sorted(spellings), help=argparse.SUPPRESS, **kind)
+        prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    if {'-h', '--help'} & {*words}:  # the source of Config, down to its first method
+        p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
+            f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
+    p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
+    for f in fields(Config):
+        kind = dict(type=f.type, choices=CHOICES.get(f.name))
+        if get_origin(f.type) is Literal:
+            kind = dict(type=type(f.default), choices=get_args(f.type))
+        elif f.type is bool:
+            kind = dict(action=argparse.BooleanOptionalAction)
+        elif f.type is tuple:
+            kind = dict(nargs='+')
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # nanoGPT's, too
+        p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
-    given = {**PRESETS[given.pop('preset', 'tiny')], **NEW.get(action, {}), **given}
-    for name, value in given.items():
-        if type(value) in (int, float) and not 0 <= value < 2 ** 32:  # nor may it be nan
-            fail(f'{name} {value}: must be from 0 to {2 ** 32 - 1}')
-        if name in ('data', 'init', 'folder', 'out_dir'):
-            given[name] = os.path.expanduser(value)  # a shell leaves --data=~/x alone
-    new, resume = action in NEW, given.pop('resume', False)
-    folder = find_run(given, resume) if resume or not new else None
-    if new and not folder:  # with --resume, there is nothing to resume yet
-        if given.get('folder'):
-            fail('--folder names a run to --resume; a new run picks its own name')
-        return action, Config(**given)
-    if not folder:
-        out = given.get('out_dir', Config.out_dir)
-        fail(f'no run with these settings in {out}/{SCRIPT}: train first')
-    config = read_config(folder)
-    if not config:
-        fail(f'{folder} is not a run of {SCRIPT}.py as it is now')
-    for name, value in given.items():
-        if name not in MACHINE and config[name] != value:
-            fail(f'{folder} has --{name.replace("_", "-")} {config[name]}, which stays')
-    print(f'run     {folder}')
-    return action, Config(**{**config, 'device': 'auto',  # this may be another machine
-                             **given, 'folder': str(folder), 'resume': new})
+    preset = given.pop('preset')
+    c = Config(**{**PRESETS[preset], **given})
+    if action == 'train':
+        c = find_folder(c, run_name(preset, given))
+    return action, c
 
 def main(argv=None):
     """Do what the command line says -> what the action returns."""
-    global PROGRAM
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, 'reconfigure'):  # a notebook's has not
-            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
-    if RANK:
-        sys.stdout = open(os.devnull, 'w')
-    if argv is None and 'kernel_launcher' in sys.argv[0]:
-        argv = []  # main() in a notebook's cell: sys.argv is the kernel's
-    if argv is None:
-        PROGRAM = sys.argv[0]
+    if argv is None:  # in a notebook, sys.argv is the kernel's
+        argv = [] if 'kernel_launcher' in sys.argv[0] else sys.argv[1:]
+    if hasattr(sys.stdout, 'reconfigure'):  # for consoles that cannot show every character
+        sys.stdout.reconfigure(errors='replace')
     action, c = parse(argv)
-    if c.grad_accum_steps % WORLD:
-        n = WORLD * math.ceil(c.grad_accum_steps / WORLD)
-        fail(f'{WORLD} processes cannot share {c.grad_accum_steps} micro-batches evenly: give '
-             f'--grad-accum-steps {n} --batch-size {c.batch_size * c.grad_accum_steps // n or 1}')
+    if c.threads:
+        torch.set_num_threads(c.threads)
     if WORLD > 1:
-        print(f'waiting for {WORLD} processes')
+        if c.grad_accum_steps % WORLD:
+            fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
         dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
+    if RANK:
+        sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
     try:
         return ACTIONS[action](c)
-    except torch.OutOfMemoryError:
-        message = 'out of memory: use a smaller --batch-size and more --grad-accum-steps'
+    except KeyboardInterrupt as error:
+        print(f'\nstopped{error}')
+        raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
-        message = str(error)
+        fail(error)
     finally:
         if WORLD > 1:
             dist.destroy_process_group()
-    fail(message)  # not inside `except`: a notebook keeps the error, and with it all tensors
-# --- end of runs
 
-ACTIONS = {'train': train_and_report, 'teacher': train_and_report, 'sample': sample,
+ACTIONS = {'train': train_and_report, 'teacher': train_teacher, 'sample': sample,
            'criteria': criteria}
-# actions that start a run, and settings they imply; others, and --resume, look for an old one
-NEW = {'train': {}, 'teacher': dict(stage='teacher')}
 
-if __name__ == '__main__' and '__file__' in globals():  # pasted into a notebook: only define things
+if __name__ == '__main__' and '__file__' in globals():  # in a notebook's cell: only define things
     main()

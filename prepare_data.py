@@ -1,27 +1,44 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests"]
+# dependencies = ["torch>=2.6", "numpy", "tiktoken", "requests", "pillow>=10.1"]
 # ///
-"""Download datasets and weights, convert them, and check a data folder of your own.
+"""The one door for data and weights: what comes from outside is checked and converted here, once.
 
-    python prepare_data.py                          # the list: size, licence, use
-    python prepare_data.py shakespeare --tokenizer bytes   # 256 tokens, no vocabulary file
-    python prepare_data.py text notes.txt           # a UTF-8 file of yours, into data/notes
+    python prepare_data.py                          # the list of downloads: size, licence, use
+    python prepare_data.py shakespeare              # as 256 tokens: its bytes
     python prepare_data.py openwebtext --parts 2    # 2 of 21 parts
     python prepare_data.py coco                     # val2017; with --parts 2 also train2017
     python prepare_data.py cifar10 --from FILE      # a FILE or folder that you already have
-    python prepare_data.py check FOLDER             # reads all of it, lists what is wrong
 
-Text becomes train.bin and val.bin (uint16 tokens, nanoGPT's format), CIFAR train.npz and test.npz
-(images (N, 3, 32, 32) uint8, labels (N,) int64); photos stay JPEG files. data/NAME appears when it
-is complete and is never changed: delete it to rebuild it. data/download keeps the raw
-files, and an interrupted download resumes where it stopped. Only members with the expected names
-are read from archives, and nothing is unpickled.
+    python prepare_data.py text notes.txt           # a text of your own, in UTF-8
+    python prepare_data.py tokens FOLDER            # train.bin and val.bin, as nanoGPT's
+    python prepare_data.py arrays FOLDER            # train.npz and test.npz: images, labels
+    python prepare_data.py photos FOLDER            # CLASS/*, or train/CLASS/* and val/CLASS/*
+    python prepare_data.py objects FOLDER           # as COCO, Pascal VOC or YOLO has them
+    python prepare_data.py weights FILE             # nanoGPT's, timm's, DETR's, GPT-2's, ResNet-50
+
+What has one plain meaning is converted; the rest is refused, all faults at once. The scripts read:
+
+    data/NAME/meta.json   format 1, kind, classes or tokenizer, counts, and a checksum of all that
+                          decides figures, wherever the files lie
+    kind tokens           train.bin, val.bin: uint16
+    kind arrays, photos   train.npz, test.npz, perhaps val.npz: labels (N,) int64, and images, which
+                          are (N, 3, H, W) uint8 or paths (N,)
+    kind objects          train.json, val.json: COCO's form; file_name is a path
+    data/weights/NAME.pt  {model, config, data, script}, like a run's best.pt
+
+Photos are listed, never copied: open_photo shows them. data/NAME appears when it is complete; the
+same command again makes it anew if its source has changed. data/download keeps raw files, and a
+download goes on where it stopped. Nothing foreign is run, unpickled or changed.
 """
 import argparse
+import contextlib
+import glob
 import hashlib
+import io
 import itertools
 import json
+import lzma
 import math
 import os
 import re
@@ -30,43 +47,60 @@ import shutil
 import sys
 import tarfile
 import time
+import unicodedata
+import warnings
 import zipfile
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import requests
-import tiktoken
 
 DATA = Path('data')
+FAULTS = {}  # of what is being prepared: {kind: messages}
 
 def fail(message):
     """Stop with one line on stderr, and exit code 2."""
-    print('prepare_data: error: ' + ' '.join(str(message).split()), file=sys.stderr)
+    print('prepare_data: error:', *str(message).split(), file=sys.stderr)
     raise SystemExit(2)
 
+def fault(kind, message):
+    """Keep what is wrong, and go on: one run finds all faults."""
+    FAULTS.setdefault(kind, []).append(' '.join(message.split()))
+
+def stop_at_faults(path):
+    """End here if there were any. Of each kind three are shown, and twenty in all."""
+    total = sum(map(len, FAULTS.values()))
+    if total == 1:
+        fail(*FAULTS.popitem()[1])
+    shown = [message for messages in FAULTS.values() for message in messages[:3]]
+    for message in shown[:20]:
+        print('fault   ' + message)
+    if total:
+        kinds = ', '.join(f'{len(messages):,} {kind}' for kind, messages in FAULTS.items())
+        fail(f'{path}: faults: {total:,} ({kinds}); nothing was made')
+
+def note(message):
+    """Say what became of the data, or what is left out."""
+    print('note   ', *message.split())
+
 def progress(items, what, total=0, done=0, size=lambda item: 1):
-    """Yield the items of a long job and print its progress: on a terminal, in one line that is
-    rewritten each second; in a file or a notebook, in a new line every 20 seconds."""
-    terminal = sys.stdout.isatty()
-    pause, end = (1, '\r') if terminal else (20, '\n')
-    before = done
-    start = told = time.time()
-    try:
-        for item in items:
-            yield item
-            done += size(item)
-            now = time.time()
-            if now > told + pause:
-                told = now
-                line = f'{done:,} {what}'
-                if total:
-                    left = (total - done) * (now - start) / (done - before) / 60
-                    line = f'{done:,} of {total:,} {what} ({done / total:.0%}), {left:.1f} min left'
-                print(f'{line:<79}', end=end, flush=True)
-    finally:
-        if terminal and told > start:
-            print()
+    """Yield the items of a long job, and print every ten seconds how far it is."""
+    before, start = done, time.perf_counter()
+    told = start
+    for item in items:
+        yield item
+        done += size(item)
+        now = time.perf_counter()
+        if now > told + 10:
+            told = now
+            line = f'{done:,} {what}'
+            if total:
+                left = (total - done) * (now - start) / (done - before) / 60
+                line = f'{done:,} of {total:,} {what} ({done / total:.0%}), {left:.1f} min left'
+            print(line, flush=True)
 
 # ------------------------------------ download ------------------------------------
 ATTEMPTS = 4  # at each mirror
@@ -92,6 +126,7 @@ def what_is_wrong(path, size, digest):
 
 def fetch(url, part, size):
     """Append to the file `part` what it still lacks of `url`."""
+    import requests
     have = part.stat().st_size if part.exists() else 0
     headers = dict(HEADERS, Range=f'bytes={have}-') if have else HEADERS
     with requests.get(url, headers=headers, stream=True, timeout=60) as answer:
@@ -113,7 +148,7 @@ def fetch(url, part, size):
 
 def download(urls, path, size, digest):
     """Get `path` from the first of `urls` that has it; .part keeps what arrived, for resuming."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    import requests
     part = path.with_name(path.name + '.part')
     for url in urls * ATTEMPTS:
         print(f'downloading {url}')
@@ -130,13 +165,113 @@ def download(urls, path, size, digest):
         time.sleep(PAUSE)
     fail(f'{url}: {wrong}; run this again to continue, or put the file at {path}')
 
+def gather(args, files):
+    """Check the raw files, from --from or downloaded -> where they are."""
+    paths = [DATA / 'download' / url.split('/')[-1] for _, _, url, *_ in files]
+    if args.local and args.local.is_dir():
+        paths = [args.local / path.name for path in paths]
+    elif args.local:
+        paths = [args.local]
+    if len(paths) < len(files):
+        fail(f'--from {args.local}: name a folder that has all {len(files)} files')
+    for path, (size, digest, *urls) in zip(paths, files):
+        wrong = what_is_wrong(path, size, digest)
+        if wrong and args.local:
+            fail(f'{path}: {wrong}' + ('; --no-verify takes it as it is' if path.exists() else ''))
+        if wrong:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path.with_name(f'.{path.name}.lock'), 'w') as lock:
+                with contextlib.suppress(ImportError):  # Windows has no fcntl
+                    import fcntl
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # wait for a run that gets the same file
+                if what_is_wrong(path, size, digest):  # it is not there now
+                    download(urls, path, size, digest)
+    return paths
+
+# ------------------------------------ files ------------------------------------
+SPLITS = dict(train='train', training='train', val='val', valid='val', validation='val',
+              dev='val', test='test', testing='test', eval='test')
+HIDDEN = re.compile(r'\.|__MACOSX|@eaDir|@Recycle|#recycle|#snapshot|\$RECYCLE\.BIN|'
+                    r'System Volume Information|Thumbs\.db|desktop\.ini', re.I)
+ADVICE = {  # what to do with files of these endings
+    '.zip': '`unzip -d {0.stem} {0}`, and name that folder',
+    '.tar .tgz .gz .xz .bz2 .rar .7z': 'unpack {0} first, and name what was in it',
+    '.docx .odt .pdf .epub': 'save it as plain text',
+    '.csv .tsv .xlsx': 'labels in a csv such as {0.name}: move the photos into folders CLASS/, '
+                       'named as their labels',
+    '.parquet .arrow': 'save what {0.name} holds as files: photos in folders CLASS/, or a text',
+    '.heic .heif .avif': 'save {0.name} and its like as .jpg',
+    '.npz': '`python prepare_data.py arrays {0}`',
+    '.json .xml': 'for photos with boxes: `python prepare_data.py objects {0.parent}`'}
+
+def advice(paths):
+    """What to do next, for the first of the paths that is in the table ADVICE; '' for none."""
+    for path in paths:
+        for endings, text in ADVICE.items():
+            if path.suffix.lower() in endings.split():
+                return ': ' + text.format(path)
+    return ''
+
+def split_of(name):
+    """train, val or test, if a word of the name is such; '' for others. val2017 -> val."""
+    found = {SPLITS[word] for word in re.findall('[a-z]+', name.lower()) if word in SPLITS}
+    return found.pop() if len(found) == 1 else ''
+
+def list_files(folder, quiet=False):
+    """Paths of all files in a folder, relative to it. Links are followed, hidden files left out."""
+    shown, hidden = [], 0
+    for root, folders, names in os.walk(folder, followlinks=True):
+        place = Path(root).relative_to(folder)
+        shown += [place / name for name in names if not HIDDEN.match(name)]
+        hidden += sum(map(bool, map(HIDDEN.match, names + folders)))
+        here = os.path.realpath(root) + os.sep
+        folders[:] = [name for name in folders if not HIDDEN.match(name)  # and no link upwards
+                      and not here.startswith(os.path.realpath(os.path.join(root, name)) + os.sep)]
+    if hidden and not quiet:
+        note(f'{folder}: {hidden:,} hidden files or folders are left out')
+    return sorted(shown, key=lambda path: path.parts)
+
+def stamp(path):
+    """A number that changes with names, sizes or times of a file, or of all files in a folder."""
+    files = list_files(path, quiet=True) if path.is_dir() else ['']
+    stats = [os.stat(path / file) for file in files]
+    facts = [(str(file), x.st_size, x.st_mtime_ns) for file, x in zip(files, stats)]
+    return zlib.crc32(repr(facts).encode(errors='surrogateescape'))
+
+def read_json(path):
+    """A JSON object, or {} if the file is missing or holds something else."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+def choose_splits(folder, groups, three=False, fits=lambda row: True):
+    """{train, val, test or '': rows} -> [rows to train on, rows to judge by], and the rows of val
+    where there are three splits and all are wanted. Of one split, every tenth row that fits is
+    held out."""
+    names = [name for name in ('train', 'val', 'test', '') if groups.get(name)]
+    if three and names[:3] == ['train', 'val', 'test']:
+        return [groups[name] for name in ('train', 'test', 'val')]
+    used = [name for name in names[:2] if name or names[0] == '']
+    for name in names[len(used):]:
+        note(f'{folder}: {len(groups[name]):,} in {name or "no split"} are left out')
+    rows, *judged = [groups[name] for name in used]
+    if judged:
+        return [rows, *judged]
+    note(f'{folder} has one split: every tenth of its {len(rows):,} is held out')
+    held = {*[i for i, row in enumerate(rows) if fits(row)][::10]}
+    return [[row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]]
+
 # ------------------------------------ tokens ------------------------------------
+# What makes a data set takes the files (paths), a folder to write to (out) and the command's args.
+# It returns what meta.json says.
 VOCAB_SIZE = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
 
 def get_encoder(tokenizer):
     """A function from a list of texts to the tokens of each."""
     if tokenizer == 'bytes':
-        return lambda texts: [text.encode() for text in texts]
+        return lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    import tiktoken
     try:
         gpt2 = tiktoken.get_encoding('gpt2')
         return lambda texts: gpt2.encode_batch(texts, allowed_special={'<|endoftext|>'})
@@ -144,56 +279,73 @@ def get_encoder(tokenizer):
         fail(f'tiktoken cannot get its gpt2 files ({type(error).__name__}): go online once, set '
              'TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer bytes')
 
-def write_bins(texts, out, tokenizer, end=()):
-    """Encode (split, text) pairs, each followed by the tokens `end`, to train.bin and val.bin."""
-    encode = get_encoder(tokenizer)
-    tokens = Counter(train=0, val=0)
+def encode(texts, tokenizer, end=()):
+    """(split, text) pairs -> (split, ids) pairs, of each text and the tokens `end`."""
+    encoder = get_encoder(tokenizer)
+    texts = progress(texts, 'characters encoded', size=lambda pair: len(pair[1]))
+    while batch := list(itertools.islice(texts, 32)):  # tiktoken encodes them in parallel
+        for (split, _), ids in zip(batch, encoder([text for _, text in batch])):
+            yield split, ids
+            yield split, end
+
+def write_bins(rows, out, tokenizer):
+    """(split, ids) pairs -> train.bin and val.bin, and what meta.json says of them."""
+    counts, crcs = Counter(train=0, val=0), Counter()
     with open(out / 'train.bin', 'wb') as train, open(out / 'val.bin', 'wb') as val:
         files = {'train': train, 'val': val}
-        texts = progress(texts, 'characters encoded', size=lambda pair: len(pair[1]))
-        while batch := list(itertools.islice(texts, 32)):  # tiktoken encodes them in parallel
-            rows = encode([text for _, text in batch])
-            for (split, text), row in zip(batch, rows):
-                ids = np.array([*row, *end], '<u2')
-                files[split].write(ids.tobytes())
-                tokens[split] += len(ids)
-    if min(tokens.values()) < 2:
-        fail(f'{dict(tokens)} tokens: each split needs at least 2; use a longer text')
-    print(f'{tokens["train"]:,} train and {tokens["val"]:,} val tokens')
-    return {'tokenizer': tokenizer, 'vocab_size': VOCAB_SIZE[tokenizer], 'tokens': tokens}
+        for split, ids in rows:
+            raw = np.asarray(ids, '<u2').tobytes()
+            files[split].write(raw)
+            counts[split] += len(raw) // 2
+            crcs[split] = zlib.crc32(raw, crcs[split])
+    if min(counts.values()) < 2:
+        fail(f'{dict(counts)} tokens: each split needs at least 2; use a longer text')
+    return dict(kind='tokens', tokenizer=tokenizer, vocab_size=VOCAB_SIZE[tokenizer], **counts,
+                checksum=[crcs['train'], crcs['val']])
 
-def pieces(splits, size=1 << 18):
-    """{split: text} -> (split, piece) pairs that encode to the tokens of the whole text.
+def blocks(file, length=math.inf):
+    """Yield the next `length` characters of a text file, in blocks."""
+    while block := file.read(min(length, 1 << 18)):
+        length -= len(block)
+        yield block
 
-    Each cut is at a line break before a word, where GPT-2's pattern always starts a new token.
-    """
-    line = re.compile(r'\n\S')
-    for split, text in splits.items():
-        start = 0
-        while start < len(text):
-            found = line.search(text, start + size)
-            end = found.start() if found else len(text)
-            yield split, text[start:end]
-            start = end
+def pieces(split, texts):
+    """Blocks of a text -> (split, piece) pairs that encode to the tokens of the whole text. Each
+    cut is at a line break before a word, where GPT-2's pattern always starts a new token."""
+    line, rest = re.compile(r'\n\w'), ''
+    for text in texts:
+        seen = max(0, len(rest) - 1)  # there is no place to cut before
+        rest += text
+        places = [found.start() for found in line.finditer(rest, seen)]
+        if places:
+            yield split, rest[:places[-1]]
+            rest = rest[places[-1]:]
+    yield split, rest
 
-# ------------------------------------ datasets ------------------------------------
-# Each function reads the raw files (paths), writes to folder `out`, returns meta.json's entries.
-
-def text_file(name, paths, out, tokenizer):
-    """One UTF-8 file; the last tenth of its characters is for validation."""
+def text_file(paths, out, args):
+    """One text in UTF-8, or in UTF-16 if it says so; its last tenth is for validation."""
+    path = paths[0]
+    if path.is_dir():
+        fail(f'{path} is a folder: join its files, as in `cat {path}/*.txt > all.txt`')
+    with open(path, 'rb') as file:
+        wide = file.read(2) in (b'\xff\xfe', b'\xfe\xff')
     try:
-        text = paths[0].read_text('utf-8-sig')  # as the scripts read --data FILE
-    except UnicodeDecodeError as error:
-        fail(f'{paths[0]} is not a text in UTF-8: {error}')
-    cut = len(text) * 9 // 10
-    return write_bins(pieces({'train': text[:cut], 'val': text[cut:]}), out, tokenizer)
+        with open(path, encoding='utf-16' if wide else 'utf-8-sig') as file:
+            cut = sum(map(len, blocks(file))) * 9 // 10
+            file.seek(0)
+            texts = itertools.chain(pieces('train', blocks(file, cut)), pieces('val', blocks(file)))
+            return write_bins(encode(texts, args.tokenizer), out, args.tokenizer)
+    except UnicodeError as error:
+        fail(f'{path} is not a text in UTF-8: {error}' + advice([path]))
 
-def wikitext(name, paths, out, tokenizer):
+def wikitext(paths, out, args):
     """A zip of three raw texts, of which train and valid are used."""
     with zipfile.ZipFile(paths[0]) as archive:
-        train = archive.read(f'{name}-raw/wiki.train.raw').decode()
-        val = archive.read(f'{name}-raw/wiki.valid.raw').decode()
-    return write_bins(pieces({'train': train, 'val': val}), out, tokenizer)
+        def texts(split, name):
+            file = archive.open(f'{args.what}-raw/wiki.{name}.raw')
+            return pieces(split, blocks(io.TextIOWrapper(file, 'utf-8', newline='')))
+        texts = itertools.chain(texts('train', 'train'), texts('val', 'valid'))
+        return write_bins(encode(texts, args.tokenizer), out, args.tokenizer)
 
 def members(tar, ending):
     """Open the files in a tar whose names have this ending, one after the other."""
@@ -214,27 +366,245 @@ def documents(paths):
                         yield 'train' if count % 2000 else 'val', text
                         count += 1
 
-def openwebtext(name, paths, out, tokenizer):
+def openwebtext(paths, out, args):
     """Documents, each ending in <|endoftext|> or, for bytes, a blank line."""
-    end = [50256] if tokenizer == 'gpt2' else b'\n\n'
-    return write_bins(documents(paths), out, tokenizer, end)
+    end = [50256] if args.tokenizer == 'gpt2' else [*b'\n\n']
+    return write_bins(encode(documents(paths), args.tokenizer, end), out, args.tokenizer)
+
+def tokens(paths, out, args):
+    """train.bin and val.bin as nanoGPT writes them; copied, since nanoGPT would write over them.
+    They are GPT-2's tokens, unless meta.json or --tokenizer says otherwise."""
+    folder, meta, rows = paths[0], paths[0] / 'meta.json', []
+    if (folder / 'meta.pkl').exists() and not meta.exists():
+        fail(f"{folder}/meta.pkl is of nanoGPT's character level, and a pickle could run code: use "
+             f'its text, `python prepare_data.py text {folder}/input.txt`')
+    stated = args.tokenizer or (read_json(meta).get('tokenizer') if meta.exists() else '')
+    if stated not in ('', *VOCAB_SIZE):
+        fail(f'{meta} names the tokenizer {stated}: it must be gpt2 or bytes, or say --tokenizer')
+    tokenizer = stated or 'gpt2'
+    for path in (folder / 'train.bin', folder / 'val.bin'):
+        size = path.stat().st_size if path.exists() else 0
+        if size < 4 or size % 2:
+            fault('files', f'{path} has {size:,} bytes: it needs two for each token, 4 or more')
+            continue
+        ids = np.memmap(path, '<u2', 'r')
+        parts = [ids[i:i + (1 << 24)] for i in range(0, len(ids), 1 << 24)]
+        rows += [(path.stem, part) for part in parts]
+        highest = max(part.max() for part in progress(parts, 'blocks read', len(parts)))
+        if not ids[1:1 << 24:2].any():
+            fault('files', f'{path}: every other id is 0: they have more than 16 bits (uint16)')
+        elif highest >= VOCAB_SIZE[tokenizer]:
+            fault('files', f'{path}: id {highest}, first at {np.argmax(ids == highest):,}, but '
+                  f'{tokenizer} has {VOCAB_SIZE[tokenizer]} tokens: does it start with a header?')
+        elif highest < 256 and not stated:
+            fault('files', f'{path}: no id exceeds {highest}: say --tokenizer bytes, or gpt2')
+    stop_at_faults(folder)
+    return write_bins(progress(rows, 'blocks copied', len(rows)), out, tokenizer)
+
+# ------------------------------------ images ------------------------------------
+COLOURS = {  # mean and standard deviation of red, green and blue, as in the repositories
+    'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
+}
+
+def write_images(kind, splits, classes, checksum, out, colours='imagenet'):
+    """Write [train, test] or [train, test, val], pairs of images and labels -> what meta.json says
+    of them."""
+    named = dict(zip(('train', 'test', 'val'), splits))
+    for split, (images, labels) in named.items():
+        np.savez(out / f'{split}.npz', images=images, labels=np.array(labels, np.int64))
+    absent = [classes[i] for i in np.setdiff1d(range(len(classes)), splits[0][1])]
+    if absent:
+        note(f'{len(absent)} of {len(classes)} classes have no images to train on: '
+             f'{", ".join(absent[:5])}')
+    mean, std = COLOURS[colours]
+    return dict(kind=kind, classes=classes, mean=mean, std=std, checksum=checksum,
+                **{split: len(labels) for split, (_, labels) in named.items()})
 
 CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
     'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
                 ['test_batch.bin'], 'batches.meta.txt', 1),
     'cifar100': ('cifar-100-binary', ['train.bin'], ['test.bin'], 'fine_label_names.txt', 2)}
 
-def cifar(name, paths, out, tokenizer):
+def cifar(paths, out, args):
     """The binary version: each record is label bytes, of which the last counts, and 3 x 32 x 32."""
-    folder, train, test, names, label_bytes = CIFAR[name]
+    folder, train, test, names, label_bytes = CIFAR[args.what]
+    splits, checksum = [], 0
     with tarfile.open(paths[0], 'r:gz') as tar:
-        for split, files in [('train', train), ('test', test)]:
+        for files in train, test:
             data = b''.join(tar.extractfile(f'{folder}/{file}').read() for file in files)
             rows = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + 3072)
-            np.savez(out / f'{split}.npz', labels=rows[:, label_bytes - 1].astype(np.int64),
-                     images=rows[:, label_bytes:].reshape(-1, 3, 32, 32))
+            images = rows[:, label_bytes:].reshape(-1, 3, 32, 32)
+            splits.append((images, rows[:, label_bytes - 1]))
+            checksum = zlib.crc32(data, checksum)
         classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
-    return {'classes': classes}
+    return write_images('arrays', splits, classes, checksum, out, args.what)
+
+def as_images(where, images):
+    """Bytes (N, 3, H, W), of which greys may have no channel, and channels may be the last."""
+    given = f'{images.dtype} {images.shape}'
+    if images.ndim == 3:
+        images = images[:, None]
+    if images.ndim == 4 and images.shape[1] not in (1, 3) and images.shape[3] in (1, 3):
+        images = images.transpose(0, 3, 1, 2)
+    if images.ndim == 4 and images.shape[1] == 1:
+        images = images.repeat(3, 1)
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not len(images):
+        return fault('images', f'{where}: images are {given}, not uint8 (N, 3, H, W), bytes from 0 '
+                     'to 255')
+    if given != f'uint8 {images.shape}':
+        note(f'{where}: images {given} become {images.shape}')
+    return images
+
+def as_labels(where, images, labels):
+    """Whole numbers (N,), one for each image."""
+    n, given = len(images), f'{labels.dtype} {labels.shape}'
+    if labels.dtype.kind == 'f' and (labels == labels.round()).all():  # nan is not, either
+        labels = labels.astype(np.int64)
+    if labels.dtype.kind not in 'biu' or labels.shape not in [(n,), (n, 1)]:
+        return fault('labels', f'{where}: labels are {given}, not {n} whole numbers')
+    return labels.reshape(-1).astype(np.int64)
+
+def read_arrays(path):
+    """An .npz -> {train, val, test or '': (where, images, labels)}. Arrays are called images and
+    labels, or as MedMNIST's (train_images) or Keras's (x_train)."""
+    found = defaultdict(dict)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            for name in file:
+                words = {*re.findall('[a-z]+', name.lower())}
+                split = split_of(name) or split_of(path.stem)
+                for what, names in ('images', 'images image x'), ('labels', 'labels label y'):
+                    if words & {*names.split()}:
+                        found[split][what] = file[name]
+    except Exception as error:  # NumPy and zipfile raise half a dozen kinds
+        return fault('files', f'{path} cannot be read: {error}') or {}
+    if not found or min(map(len, found.values())) < 2:
+        return fault('files', f'{path} must hold arrays named images and labels') or {}
+    where = {split: path if split == split_of(path.stem) else f'{path}: {split}' for split in found}
+    return {split: (where[split], as_images(where[split], pair['images']),
+                    as_labels(where[split], **pair)) for split, pair in found.items()}
+
+def arrays(paths, out, args):
+    """train.npz and test.npz, perhaps val.npz, or one .npz. A meta.json may list the classes."""
+    folder, meta, groups = paths[0], paths[0] / 'meta.json', {}
+    for path in [folder] if folder.is_file() else sorted(folder.glob('*.npz')):
+        found = read_arrays(path)
+        for split in found.keys() & groups.keys():
+            fault('files', f'{found[split][0]} has what {groups[split][0]} has, too')
+        groups.update(found)
+    stop_at_faults(folder)
+    if not groups:
+        fail(f'{folder}: no train.npz' + advice(map(folder.joinpath, list_files(folder))))
+    first = groups.get('train') or [*groups.values()][0]
+    classes = [str(label) for label in range(first[2].max() + 1)]
+    if meta.exists():
+        classes = read_json(meta).get('classes')
+    if type(classes) is not list or len(classes) < 2:
+        fail(f'{meta} must be a JSON object with "classes", a list of two names or more')
+    for path, images, labels in groups.values():
+        if images.shape != (len(images), *first[1].shape[1:]):
+            fault('images', f'{path}: images {images.shape}, but {first[1].shape} in {first[0]}')
+        for label, i in zip(*np.unique(labels, return_index=True)):
+            if not 0 <= label < len(classes):
+                fault('labels', f'{path}: label {label} of image {i}, but labels are 0 to '
+                      f'{len(classes) - 1}')
+    stop_at_faults(folder)
+    checksum = [[split, zlib.crc32(np.ascontiguousarray(images)), zlib.crc32(labels)]
+                for split, (_, images, labels) in sorted(groups.items())]
+    rows = {split: [*zip(images, labels)] for split, (_, images, labels) in groups.items()}
+    splits = [[*zip(*part)] for part in choose_splits(folder, rows, three=True)]
+    return write_images('arrays', splits, classes, checksum, out)
+
+# ------------------------------------ photos ------------------------------------
+def open_photo(path, size=None, bits=8):
+    """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
+    unless it is stored in the `size` (width, height) that its boxes are given for. Transparent
+    pixels are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
+    from PIL import Image, ImageOps
+    with Image.open(path) as photo:
+        photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
+    if photo.mode == 'F':
+        raise ValueError('its pixels are real numbers of unknown range')
+    if photo.mode[0] == 'I':  # whole numbers of 16 or 32 bits
+        greys = np.asarray(photo).clip(0)
+        bits = max(bits, int(greys.max()).bit_length())  # more only in a photo from elsewhere
+        photo = Image.fromarray((greys >> (bits - 8)).astype(np.uint8))
+    if photo.has_transparency_data:
+        photo = photo.convert('RGBA')
+        photo = Image.alpha_composite(Image.new('RGBA', photo.size, 'white'), photo)
+    return photo.convert('RGB')
+
+@dataclass(eq=False)
+class Photo:
+    path: Path
+    name: str             # in its folder, where that may be
+    size: tuple = None    # width and height that boxes count in; None: as it is shown
+    label: str = ''       # of photos: its class
+    id: object = ''       # of objects: its number or text, in the end a number
+    boxes: list = field(default_factory=list)  # (where, category, [x, y, w, h], area, iscrowd)
+    fractions: bool = False  # of width and height, instead of pixels
+    objects: int = 0      # boxes to find: no crowds, not empty
+    # what `examine` finds
+    wrong: str = ''       # why it cannot be used
+    crc: int = None       # of its file
+    bits: int = 8
+    turned: str = ''      # what becomes of its EXIF
+
+def is_photo(path):
+    """Whether Pillow opens files with this ending."""
+    from PIL import Image
+    return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
+
+def examine(photo):
+    """Decode a photo as the scripts will, and note its size, its bits and what is wrong with it."""
+    from PIL import Image, ImageOps
+    try:
+        photo.crc = zlib.crc32(photo.path.read_bytes())
+        shown = open_photo(photo.path, photo.size)
+        with Image.open(photo.path) as stored:
+            if stored.mode[0] == 'I':
+                photo.bits = max(8, int(np.asarray(stored).max()).bit_length())
+            if stored.getexif().get(0x0112, 1) in range(2, 9):  # the camera was held otherwise
+                if photo.size != stored.size:
+                    photo.turned = 'are turned upright, as their EXIF says'
+                elif ImageOps.exif_transpose(stored).size == stored.size:
+                    photo.turned = 'have boxes that may ignore their EXIF, or not: taken as stored'
+        if shown.size != (photo.size or shown.size):
+            photo.wrong = f'it has {shown.size} pixels, but {photo.size} in its annotations'
+        photo.size = shown.size
+    except FileNotFoundError:
+        photo.wrong = 'there is no such photo'
+    except Exception as error:  # Pillow raises half a dozen kinds
+        photo.wrong = f'cannot be read as a photo: {error}'
+
+def read_photos(splits):
+    """Decode all photos of [to train on, ...] -> the most bits of their greys."""
+    photos = [photo for part in splits for photo in part]
+    warnings.filterwarnings('ignore', module='PIL')
+    with ThreadPoolExecutor() as pool:
+        calls = (pool.map(examine, photos[i:i + 1000]) for i in range(0, len(photos), 1000))
+        for _ in progress(itertools.chain.from_iterable(calls), 'photos read', len(photos)):
+            pass
+    bits = max((photo.bits for photo in photos), default=8)
+    counts = Counter(photo.turned for photo in photos if photo.turned)
+    counts[f'have more than 8 bits: {bits} bits become 8'] = sum(photo.bits > 8 for photo in photos)
+    known = {photo.crc for photo in splits[0]} - {None}  # of those that could be read
+    counts['are copies of some to train on'] = sum(
+        photo.crc in known for part in splits[1:] for photo in part)
+    for what in +counts:
+        note(f'of {len(photos):,} photos {counts[what]:,} {what}')
+    for photo in photos:
+        if photo.wrong:
+            fault('photos', f'{photo.path}: {photo.wrong}')
+    return bits
+
+def final_place(path, out, args):
+    """Where the scripts find a photo: what is unpacked in `out` will lie in data/NAME."""
+    if path.is_relative_to(out):
+        return str(DATA / args.name / path.relative_to(out))
+    return os.path.abspath(path)
 
 WORDS = {  # Imagenette's ten classes of ImageNet
     'n01440764': 'tench', 'n02102040': 'english_springer', 'n02979186': 'cassette_player',
@@ -242,7 +612,7 @@ WORDS = {  # Imagenette's ten classes of ImageNet
     'n03417042': 'garbage_truck', 'n03425413': 'gas_pump', 'n03445777': 'golf_ball',
     'n03888257': 'parachute'}
 
-def imagenette(name, paths, out, tokenizer):
+def imagenette(paths, out, args):
     """A tar of photos, one folder per class; the folders' names become words."""
     wanted = re.compile(r'imagenette2-\d+/(train|val)/(n\d{8})/(\w+\.JPEG)', re.ASCII)
     with tarfile.open(paths[0], 'r:gz') as tar:
@@ -253,12 +623,80 @@ def imagenette(name, paths, out, tokenizer):
                 folder = out / split / WORDS[label]
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / file).write_bytes(tar.extractfile(member).read())
-    return {}
+    return photos([out], out, args)
 
-def coco(name, paths, out, tokenizer):
+def photo_parts(files):
+    """Photos among files -> (parts of the name, path). Folders around all of them are left out, and
+    so is a folder in one of its own name, as archives have them."""
+    rows = []
+    for path in filter(is_photo, files):
+        parts = [unicodedata.normalize('NFC', part) for part in path.parts]
+        rows.append(([part for part, _ in itertools.groupby(parts)], path))
+    while len({parts[0] for parts, _ in rows}) == 1 and min(len(parts) for parts, _ in rows) > 2:
+        rows = [(parts[1:], path) for parts, path in rows]
+    return rows
+
+def split_photos(folder, rows):
+    """(parts of a name, path) -> {train, val, test or '': photos}. A folder is a split if it is
+    called so and has class folders."""
+    deep = {parts[0] for parts, _ in rows if len(parts) > 2}
+    splits = {name: split_of(name) for name in sorted(deep) if split_of(name)}
+    groups, flat = defaultdict(list), Counter()
+    for parts, path in rows:
+        split, inner = (splits.get(parts[0]), parts[1:]) if splits else ('', parts)
+        if split is not None and len(inner) > 1:
+            groups[split].append(Photo(folder / path, path.as_posix(), label=inner[0]))
+        elif splits and parts[0] in deep - splits.keys():
+            fault('folders', f'{folder / path}: {", ".join(splits)} beside {parts[0]} are splits, '
+                  'and it is none: leave one kind in the folder')
+        elif splits and split_of(parts[0]) in ('train', 'val'):
+            fault('photos in no class', f'{folder / path}: photos of {parts[0]} must be in class '
+                  f'folders, {parts[0]}/CLASS/*')
+        else:
+            flat[parts[0] if len(parts) > 1 else folder.name] += 1
+    for name, n in flat.items():
+        note(f'{folder}: {n:,} photos in {name} are left out: they are in no class folder')
+    return groups
+
+def photos(paths, out, args):
+    """CLASS/*, or train/CLASS/* and val/CLASS/* (or test). Folders in a class are part of it."""
+    folder, files = paths[0], list_files(paths[0])
+    others = [folder / path for path in files if not is_photo(path)]
+    endings = Counter(path.suffix or path.name for path in others).most_common(9)
+    if others:
+        note(f'{folder}: left out are files that are no photos: '
+             + ', '.join(f'{n:,} {ending}' for ending, n in endings))
+    groups = split_photos(folder, photo_parts(files))
+    if not groups:
+        stop_at_faults(folder)
+        fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
+    splits = choose_splits(folder, groups, three=True)
+    train, *held = [{photo.label for photo in part} for part in splits]
+    classes = sorted(train)
+    if len(classes) < 2 or all(map(split_of, classes)):
+        fault('classes', f'{folder}: {", ".join(classes)}: it needs two class folders or more, '
+              'named as the labels' + advice(others))
+    for label in sorted(set().union(*held) - train):
+        fault('classes', f'{folder}: class {label} has photos to judge by, but none to train on')
+    bits = read_photos(splits)
+    stop_at_faults(folder)
+    facts = repr([[(photo.name, photo.crc) for photo in part] for part in splits])
+    number = {label: i for i, label in enumerate(classes)}
+    splits = [([final_place(photo.path, out, args) for photo in part],
+               [number[photo.label] for photo in part]) for part in splits]
+    checksum = zlib.crc32(facts.encode(errors='surrogateescape'))
+    return dict(write_images('photos', splits, classes, checksum, out), bits=bits)
+
+# ------------------------------------ objects ------------------------------------
+# A reader returns {train, val, test or '': photos} and {what boxes call a category: (id, name)}.
+# Of a box, area is None where the form has none.
+COCO_FILES = (r'annotations/instances_(\w+)\.json|'                       # COCO's, CVAT's
+              r'(?:(\w+)/)?_annotations\.coco\.json|result\.json')  # Roboflow's, Label Studio's
+
+def coco(paths, out, args):
     """A zip of annotations, and one of photos for each split."""
-    annotations, *photos = paths
-    for path in photos:
+    annotations, *archives = paths
+    for path in archives:
         split = path.stem  # val2017 or train2017
         with zipfile.ZipFile(path) as archive:
             files = [file for file in archive.namelist()
@@ -267,8 +705,465 @@ def coco(name, paths, out, tokenizer):
                 archive.extract(file, out)
         with zipfile.ZipFile(annotations) as archive:
             archive.extract(f'annotations/instances_{split}.json', out)
-    return {}
+    return objects([out], out, args)
 
+def number(x):
+    """A finite number, perhaps written as text; None for anything else."""
+    try:
+        x = float(x)
+        return int(x) if x == int(x) else x
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+def id_text(x):
+    """An id as text. 7, 7.0 and '7' are the same."""
+    return str(x if number(x) is None else number(x))
+
+def listed_photo(folder, roots, path, entry):
+    """A photo from an entry of COCO's `images`."""
+    file = str(entry['file_name']).replace('\\', '/')  # written on Windows
+    if re.match('([A-Za-z]:)?/', file) and not Path(file).exists():
+        file = file.split('/')[-1]  # it is of another computer
+    places = [root / file for root in roots]
+    place = next((place for place in places if place.is_file()), places[0])
+    inside = place.is_relative_to(folder)
+    name = place.relative_to(folder).as_posix() if inside else place.name
+    size = number(entry.get('width')) or 0, number(entry.get('height')) or 0
+    if min(size) <= 0:
+        fault('sizes', f'{path}: image {entry["id"]} ({file}) has no width or height')
+        size = None
+    return Photo(place, name, size, id=id_text(entry['id']))
+
+def read_coco(folder, files):
+    """annotations/instances_SPLIT.json and photos in SPLIT/, or SPLIT/_annotations.coco.json."""
+    groups, categories = defaultdict(list), {}
+    for found in filter(None, (re.fullmatch(COCO_FILES, path.as_posix()) for path in files)):
+        path, split, photos = folder / found[0], found[1] or found[2] or '', {}
+        roots = folder / split, folder / 'images' / split, folder / 'images', folder
+        if not any(root.is_dir() for root in roots[:3]):
+            note(f'{path} is left out: there is no folder {roots[0]}')
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+            for entry in content['categories']:
+                id, name = int(number(entry['id'])), str(entry['name'])
+                if categories.setdefault(str(id), (id, name)) != (id, name):
+                    fault('categories', f'{path}: category {id} is {name}, and '
+                          f'{categories[str(id)][1]}, too')
+            for entry in content['images']:
+                photo = listed_photo(folder, roots, path, entry)
+                if photos.setdefault(photo.id, photo) is not photo:
+                    fault('ids', f'{path}: image {photo.id} ({photo.name}): another has this id')
+            for entry in content['annotations']:
+                where = f'{path}: annotation {entry.get("id")}'
+                id = id_text(entry.get('image_id'))
+                if id in photos:
+                    photos[id].boxes.append((where, entry.get('category_id'), entry.get('bbox'),
+                                             entry.get('area') or 0, entry.get('iscrowd')))
+                else:
+                    fault('ids', f'{where}: image_id {id} is not listed')
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            fault('files', f"{path} is not in COCO's form: {error!r:.200}")
+        groups[split_of(split)] += photos.values()
+    return groups, categories
+
+def pairs(folder, files, ending):
+    """Yield (split, photo, its file of boxes), either of them perhaps None. They differ in their
+    ending, and may lie in two folders, such as images/ and labels/."""
+    def key(path):
+        return tuple(part for part in path.with_suffix('').parts
+                     if part.lower() not in ('images', 'labels', 'annotations', 'jpegimages'))
+    texts = {key(path): folder / path for path in files if path.suffix.lower() == ending}
+    for path in filter(is_photo, files):
+        split = next(filter(None, map(split_of, path.parts[:-1])), '')
+        name = path.as_posix()
+        yield split, Photo(folder / path, name, id=name), texts.pop(key(path), None)
+    for path in texts.values():
+        yield '', None, path
+
+def read_voc(folder, files):
+    """Pascal VOC, whose pixels count from 1: an .xml for each photo. ImageSets/Main/train.txt and
+    val.txt may tell the splits."""
+    from xml.etree import ElementTree
+
+    def side(first, last):  # -> start and length; negative if drawn backwards
+        return (first - 1, last - first + 1) if last >= first else (first, last - first - 1)
+    groups, names, listed = defaultdict(list), set(), {}
+    for path in files:
+        if path.parts[-3:-1] == ('ImageSets', 'Main') and path.stem in ('train', 'val', 'test'):
+            listed.update(dict.fromkeys((folder / path).read_text().split(), path.stem))
+    for split, photo, path in pairs(folder, files, '.xml'):
+        split = listed.get(path.stem) if path and listed else split
+        if not photo:
+            fault('photos', f"{path}: its photo is missing, or it is not Pascal VOC's")
+        elif path and split is not None:
+            groups[split].append(photo)
+            try:
+                root = ElementTree.parse(path).getroot()
+                size = [int(root.findtext(f'size/{side}') or 0) for side in ('width', 'height')]
+                photo.size = tuple(size) if min(size) > 0 else None
+                for n, entry in enumerate(root.iter('object'), 1):
+                    x1, y1, x2, y2 = [float(entry.findtext(f'bndbox/{edge}'))
+                                      for edge in ('xmin', 'ymin', 'xmax', 'ymax')]
+                    (x, w), (y, h), name = side(x1, x2), side(y1, y2), entry.findtext('name')
+                    photo.boxes.append((f'{path}: object {n}', name, [x, y, w, h], None, 0))
+                    names.add(name)
+            except (ElementTree.ParseError, TypeError, ValueError) as error:
+                fault('files', f"{path} is not in Pascal VOC's form: {error}")
+    return groups, {id_text(name): (id, name) for id, name in enumerate(sorted(names), 1)}
+
+def yolo_names(path):
+    """{number: name} of a classes.txt, one a line, or a .yaml: names: [a, b], or lines `- a` or
+    `0: a`. {} if it has none."""
+    text = path.read_text('utf-8-sig')
+    if path.name == 'classes.txt':
+        return {i: name.strip() for i, name in enumerate(text.split('\n')) if name.strip()}
+    text = re.sub(r'(^|\s)#.*', '', text)
+    count = re.search(r'^nc\s*:\s*(\d+)', text, re.M)
+    found = re.search(r'^names\s*:(.*?)(?=^\w|\Z)', text, re.M | re.S)
+    item = r"""(?:(\d+)\s*:\s*)?(?:'([^']*)'|"([^"]*)"|([^\s'"\[\]{},-][^\n,\]}]*))"""
+    items = re.findall(item, found[1]) if found else []
+    if found and count and int(count[1]) != len(items):
+        fault('classes', f'{path}: nc is {count[1]}, but it has {len(items)} names')
+    return {int(number or i): ''.join(name).strip() for i, (number, *name) in enumerate(items)}
+
+def read_yolo(folder, files):
+    """YOLO: a .txt for each photo with lines `class x y w h`, centre and size in fractions."""
+    groups, names, alone = defaultdict(list), {}, 0
+    for path in files:
+        if path.name == 'classes.txt' or path.suffix in ('.yaml', '.yml'):
+            own = yolo_names(folder / path)
+            if own and names and own != names:
+                fault('classes', f'{folder / path}: its classes are not those of another file')
+            names = names or own
+    for split, photo, path in pairs(folder, files, '.txt'):
+        if not photo:
+            alone += path.name != 'classes.txt'
+            continue
+        groups[split].append(photo)
+        photo.fractions = True
+        for n, line in enumerate(path.read_text().split('\n') if path else [], 1):
+            where, words = f'{path}: line {n}', line.split()
+            try:
+                x, y, w, h = [float(word) for word in words[1:] or '0000']
+                if not 0 <= min(x, y, w, h) <= max(x, y, w, h) <= 1.01:
+                    raise ValueError
+                if words:
+                    photo.boxes.append((where, words[0], [x - w / 2, y - h / 2, w, h], None, 0))
+            except ValueError:
+                outline = len(words) > 6
+                fault('polygons' if outline else 'lines', f'{where}: {line[:40]} ... is a polygon: '
+                      'export it with boxes, for detection' if outline else
+                      f'{where}: {line[:60]} is not `class x y w h`, in fractions')
+    if alone:
+        note(f'{folder}: {alone:,} .txt files without a photo are left out')
+    return groups, {str(id): (id, names[id]) for id in sorted(names)}
+
+def check_boxes(photos, categories):
+    """The boxes of photos -> COCO's annotations. Numbers may be texts; boxes stay as they are, even
+    beyond their photos, since AP counts them so: it is training that cuts them off."""
+    annotations, counts, boxes, seen, beyond = [], Counter(), {}, set(), 0
+    for photo in photos:
+        W, H = photo.size or (math.inf, math.inf)  # unknown, if it could not be read
+        for where, category, box, area, crowd in photo.boxes:
+            id, _ = categories.get(id_text(category), (None, ''))
+            if id is None:
+                fault('categories', f'{where}: category_id {category} is not listed')
+            if crowd not in (None, 0) and number(crowd) not in (0, 1):
+                fault('crowds', f'{where}: iscrowd {crowd} is not 0 or 1')
+            values = [*map(number, box)] if type(box) is list else []
+            if len(values) != 4 or None in values:
+                fault('boxes', f'{where}: bbox {box} is not four numbers')
+                continue
+            x, y, w, h = values
+            if min(w, h) < 0:
+                counts['are drawn from right to left or upwards: they are turned'] += 1
+                x, y, w, h = min(x, x + w), min(y, y + h), abs(w), abs(h)
+            if photo.fractions:
+                x, y, w, h = x * W, y * H, w * W, h * H
+            boxes[where] = x, y, w, h
+            if not (x <= W and y <= H and x + w >= 0 and y + h >= 0):
+                fault('boxes', f'{where}: bbox {box} is outside its photo of {W} x {H} pixels')
+                continue
+            beyond += max(-x, -y, x + w - W, y + h - H) > 1  # by more than a pixel
+            empty = min(x + w, W) <= max(x, 0) or min(y + h, H) <= max(y, 0)
+            counts['have no width or no height: nothing is trained on them'] += empty
+            if not (number(area) or 0) > 0:
+                counts['have no area: width x height is taken'] += not empty and area is not None
+                area = w * h
+            counts['are there twice'] += (photo.id, id, x, y, w, h) in seen
+            seen.add((photo.id, id, x, y, w, h))
+            photo.objects += not empty and not number(crowd)
+            annotations.append(dict(id=len(annotations) + 1, image_id=photo.id, category_id=id,
+                                    bbox=[x, y, w, h], area=number(area),
+                                    iscrowd=number(crowd) or 0))
+    counts['reach beyond their photos by more than a pixel'] = beyond
+    file, n = next(iter(boxes), '').split(': ')[0], len(boxes)
+    for what in +counts:
+        note(f'{file}: of {n:,} boxes {counts[what]:,} {what}')
+    if n and max(map(max, boxes.values())) < 2:
+        fault('boxes', f'{file}: no box exceeds two pixels: are they in fractions?')
+    if beyond > max(2, n / 2) or (
+            beyond > n / 10 and all(w > x and h > y for x, y, w, h in boxes.values())):
+        fault('boxes', f'{file}: boxes must be left, top, width and height, and these look like '
+              'corners')
+    return annotations
+
+def number_photos(groups):
+    """Sort the photos of each split, and make their ids whole numbers."""
+    for group in groups.values():
+        own = Counter(photo.path for photo in group)
+        numbers = {int(photo.id) for photo in group if photo.id.isdecimal()}
+        whole = len(numbers) == len(group)
+        group.sort(key=lambda photo: int(photo.id) if whole else photo.id)
+        for n, photo in enumerate(group, 1):
+            photo.id = int(photo.id) if whole else n
+            if own[photo.path] > 1:
+                fault('ids', f'{photo.path}: another image has this photo, too')
+
+def objects(paths, out, args):
+    """Photos with boxes, as COCO, Pascal VOC or YOLO have them -> COCO's json."""
+    folder, files = paths[0], list_files(paths[0])
+    read = (read_coco if any(re.fullmatch(COCO_FILES, path.as_posix()) for path in files) else
+            read_voc if any(path.suffix.lower() == '.xml' for path in files) else read_yolo)
+    groups, categories = read(folder, files)
+    number_photos(groups)
+    used = {photo.path for group in groups.values() for photo in group}
+    if not used or not categories:
+        stop_at_faults(folder)
+        fail(f'{folder}: no photos with boxes in the form of COCO (annotations/instances_*.json), '
+             'Pascal VOC (*.xml) or YOLO (*.txt, and data.yaml or classes.txt): export them so')
+    unused = sum(is_photo(path) and folder / path not in used for path in files)
+    if unused:
+        note(f'{folder}: {unused:,} photos without annotations are left out')
+    splits = choose_splits(folder, groups, fits=lambda photo: any(
+        not number(crowd) for *_, crowd in photo.boxes))
+    bits = read_photos(splits)
+    names = dict(sorted(categories.values()))
+    if min(names) < 0 or max(names) >= 10 ** 5:
+        fault('categories', f'{folder}: category ids are {min(names)} to {max(names)}: use 0 to '
+              '99999')
+    annotations = [check_boxes(part, categories) for part in splits]
+    shown = [{one['category_id'] for one in part if not one['iscrowd']} for part in annotations]
+    empty = [name for name, part in zip(('train', 'val'), splits)
+             if not any(photo.objects for photo in part)]
+    if empty and not FAULTS:
+        fault('splits', f'{folder}: {" and ".join(empty)} has no object to find (crowds are none)')
+    stop_at_faults(folder)
+    photos = splits[0] + splits[1]
+    empty = sum(not photo.boxes for photo in photos)
+    if empty:
+        note(f'{folder}: {empty:,} of {len(photos):,} photos have no objects')
+    if shown[1] - shown[0]:
+        lacking = ', '.join(names[id] for id in sorted(shown[1] - shown[0]))
+        note(f'{folder}: no photo to train on shows {lacking}')
+    for name, group, part in zip(('train', 'val'), splits, annotations):
+        images = [dict(id=photo.id, file_name=final_place(photo.path, out, args),
+                       width=photo.size[0], height=photo.size[1]) for photo in group]
+        content = dict(images=images, annotations=part,
+                       categories=[dict(id=id, name=name) for id, name in names.items()])
+        (out / f'{name}.json').write_text(json.dumps(content), 'utf-8')
+    facts = [annotations, [(photo.id, photo.name, photo.size, photo.crc) for photo in photos]]
+    return dict(kind='objects', classes=[names.get(id, '') for id in range(max(names) + 1)],
+                train=len(splits[0]), val=len(splits[1]), bits=bits,
+                most_objects=max(photo.objects for photo in photos),
+                checksum=zlib.crc32(json.dumps(facts).encode()))
+
+# ------------------------------------ weights ------------------------------------
+GPT2 = r'(wte|wpe|ln_f|h\.\d+\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.(weight|bias)'
+RESNET = (r'(conv1|bn1|layer(1\.[0-2]|2\.[0-3]|3\.[0-5]|4\.[0-2])\.(conv[123]|bn[123]|'
+          r'downsample\.[01]))\.(weight|bias|running_mean|running_var)')
+FORMS = {  # script, its name for the number of heads, other settings, names of the tensors
+    'nanoGPT': ('attentionx_gpt.py', 'n_head', dict(attention='softmax'),
+                r'lm_head\.weight|transformer\.' + GPT2),
+    'GPT-2': ('mask_distill.py', 'n_head', {}, GPT2),
+    'ViT': ('belief_vit.py', 'num_heads', dict(attention='softmax', model='deit', zero_diag=False),
+            r'cls_token|pos_embed|(patch_embed\.proj|norm|head|blocks\.\d+\.(norm[12]|'
+            r'attn\.(qkv|proj)|mlp\.fc[12]))\.(weight|bias)'),
+    'DETR': ('admm_detr.py', 'nheads', dict(
+        self_attention='softmax', cross_attention='softmax', backbone='resnet50'),
+        r'(transformer\.((en|de)coder\.layers\.\d+\.(linear[12]|norm[123]|(self|multihead)_attn\.'
+        r'(in|out)_proj)|decoder\.norm)|(class|query)_embed|input_proj|bbox_embed\.layers\.[012])'
+        r'[._](weight|bias)|backbone\.0\.body\.' + RESNET),
+    'ResNet-50': ('admm_detr.py', '', dict(backbone='resnet50'), RESNET)}
+SHAPES = {  # settings, and the tensor and its dimension that show them
+    'vocab_size': ('wte.weight', 0), 'n_embd': ('wte.weight', 1), 'block_size': ('wpe.weight', 0),
+    'embed_dim': ('cls_token', 2), 'patch_size': ('patch_embed.proj.weight', 2),
+    'mlp_dim': ('blocks.0.mlp.fc1.weight', 0), 'num_queries': ('query_embed.weight', 0),
+    'hidden_dim': ('query_embed.weight', 1),
+    'dim_feedforward': ('transformer.decoder.layers.0.linear1.weight', 0)}
+LAYERS = dict(n_layer='h.', depth='blocks.', enc_layers='transformer.encoder.layers.',
+              dec_layers='transformer.decoder.layers.')
+FIXED = dict(  # settings of other programs that no tensor shows, as the scripts have them
+    activation_function='gelu_new', layer_norm_epsilon=1e-5, scale_attn_weights=True,
+    scale_attn_by_inverse_layer_idx=False, dilation=False)
+WRAPPERS = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning
+# causal masks, rotary frequencies, counters of batch norm, a ResNet's classifier
+SPARE = re.compile(r'\.attn\.(masked_)?bias$|\.inv_freq$|num_batches_tracked$|^fc\.')
+
+def read_checkpoint(path):
+    """A checkpoint of any program. Nothing in the file is run; besides tensors, numbers and texts
+    it may hold an argparse.Namespace, as DETR's and DeiT's do."""
+    import torch
+    try:
+        if path.suffix == '.safetensors':
+            return read_safetensors(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # PyTorch raises half a dozen kinds
+        held = re.search(r'GLOBAL ([\w.]+)', str(error))
+        if held:
+            fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
+        reason = str(error).split('. ')[0] or type(error).__name__
+        fail(f'{path} cannot be read as a checkpoint: {reason:.150}')
+
+def read_safetensors(path):
+    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
+    import torch
+    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
+    raw, tensors = np.memmap(path, mode='r'), {}
+    start = 8 + int.from_bytes(raw[:8].tobytes(), 'little')
+    for name, entry in json.loads(raw[8:start].tobytes()).items():
+        if name != '__metadata__':
+            first, last = entry['data_offsets']
+            data = torch.from_numpy(raw[start + first:start + last].copy())
+            tensors[name] = data.view(kinds[entry['dtype']]).view(entry['shape'])
+    return tensors
+
+def settings(form, w, heads):
+    """What the shapes of weights show, by the names that the script has for it."""
+    _, name, others, _ = FORMS[form]
+    config = {**others, name: heads} if name else dict(others)
+    w = {key.removeprefix('transformer.') if form == 'nanoGPT' else key: p for key, p in w.items()}
+    for setting, (key, dim) in SHAPES.items():
+        if key in w:
+            config[setting] = w[key].shape[dim]
+    for setting, prefix in LAYERS.items():
+        numbers = {key.removeprefix(prefix).split('.')[0] for key in w if key.startswith(prefix)}
+        if numbers:
+            config[setting] = len(numbers)
+    if form == 'nanoGPT':
+        config['arch'] = 'gpt2' if 'block_size' in config else 'rotary'  # as modded-nanogpt's
+        config.setdefault('block_size', 1024)
+        config['bias'] = 'ln_f.bias' in w
+    if form == 'ViT':
+        config['head_size'] = w['blocks.0.attn.proj.weight'].size(1) // heads
+        grid = math.isqrt(w['pos_embed'].size(1) - len(w['cls_token']))  # which has a position
+        config['image_size'] = grid * config['patch_size']
+    return config
+
+def told_settings(path, saved):
+    """What a checkpoint, or a config.json beside it, says of its model, as a dict."""
+    told = saved.get('model_args') or saved.get('config') or saved.get('args') or {}
+    told = told if isinstance(told, dict) else getattr(told, '__dict__', {})
+    beside = path.with_name('config.json')
+    if not told and beside.exists():
+        told = read_json(beside) or fail(f'{beside} is not a JSON object')
+    if 'script' in saved or told.keys() & {'attention', 'self_attention', 'reading'}:
+        fail(f'{path} is in the form of the scripts already: give it to --init')
+    return told
+
+def weights(path, heads):
+    """A file of another program, or Hugging Face's folder of one -> {model, config, ...}."""
+    import torch
+    if path.is_dir():
+        files = [path / name for name in ('model.safetensors', 'pytorch_model.bin')]
+        path = next((file for file in files if file.exists()), files[0])
+    saved = read_checkpoint(path)
+    told = told_settings(path, saved)
+    for container in ('model', 'state_dict', 'model_state_dict'):
+        if isinstance(saved.get(container), dict):
+            saved = saved[container]
+    w = {WRAPPERS.sub('', str(key)): p for key, p in saved.items() if torch.is_tensor(p)}
+    w = {key: p for key, p in w.items() if not SPARE.search(key)}
+    qkv = w.get('transformer.h.0.attn.c_attn.weight')
+    if qkv is not None and len(qkv) < qkv.size(1):  # Hugging Face's is transposed, nanoGPT's not
+        w = {key.removeprefix('transformer.'): p for key, p in w.items()}
+    if 'wte.weight' in w and not torch.equal(w.pop('lm_head.weight', w['wte.weight']),
+                                             w['wte.weight']):
+        fault('tensors', f'{path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
+
+    fits = {form: {key for key in w if re.fullmatch(names, key)}
+            for form, (*_, names) in FORMS.items()}
+    form = max(fits, key=lambda form: len(fits[form]))
+    script, name, *_ = FORMS[form]
+    if len(fits[form]) <= len(w) / 2:
+        fail(f'{path} is no {", ".join(FORMS)}: its tensors are {", ".join([*w][:3])} ...')
+    for key in [key for key in w if key not in fits[form]]:
+        fault('tensors', f'{path}: a {form} has no place for its {key}')
+    if form in ('DETR', 'ResNet-50') and not [key for key in w if 'layer4.2.conv3' in key]:
+        fault('tensors', f'{path}: its backbone is no ResNet-50')
+    for setting, value in FIXED.items():
+        if told.get(setting, value) != value:
+            fault('settings', f'{path} has {setting} {told[setting]}: here it is {value}')
+    stated = told.get(name, heads)
+    if name and not stated:
+        fault('settings', f'{path} does not say how many heads its attention has: say --heads '
+              '(DETR has 8, GPT-2 12, DeiT-S 6; most others have one for 64 channels)')
+    elif heads and heads != stated:
+        fault('settings', f'{path} has {stated} heads, not {heads}')
+    stop_at_faults(path)
+    try:
+        config = settings(form, w, stated)
+    except KeyError as error:
+        fail(f'{path} lacks {error}, which a {form} has')
+    if form == 'ResNet-50':
+        w = {'backbone.0.body.' + key: p for key, p in w.items()}
+    checksum = 0
+    for key in sorted(w):
+        raw = w[key].detach().contiguous().flatten().view(torch.uint8)
+        checksum = zlib.crc32(raw.numpy(), zlib.crc32(key.encode(), checksum))
+    print(f'{path}: {form}, {len(w)} tensors')
+    return dict(script=script, config=config, data={}, model=w, checksum=checksum)
+
+# ------------------------------------ look ------------------------------------
+def examples(folder, meta, split, count):
+    """Yield a few images of data that are there, spread over them: (text, image, boxes), of which
+    a box is (name, x, y, w, h)."""
+    from PIL import Image
+    if meta['kind'] == 'objects':
+        content = json.loads((folder / f'{split}.json').read_bytes())
+        rows, boxes = content['images'], defaultdict(list)
+        for one in content['annotations']:
+            boxes[one['image_id']].append((meta['classes'][one['category_id']], *one['bbox']))
+    else:
+        with np.load(folder / f'{split}.npz') as file:
+            images, labels = file['images'], file['labels']
+        rows = np.argsort(labels, kind='stable')
+    for i in np.unique(np.linspace(0, len(rows) - 1, count).astype(int)):
+        row = rows[i]
+        if meta['kind'] == 'objects':
+            file, size = row['file_name'], (row['width'], row['height'])
+            yield Path(file).name, open_photo(file, size, meta['bits']), boxes[row['id']]
+        elif meta['kind'] == 'photos':
+            yield meta['classes'][labels[row]], open_photo(images[row], bits=meta['bits']), []
+        else:
+            image = Image.fromarray(np.ascontiguousarray(images[row].transpose(1, 2, 0)))
+            yield meta['classes'][labels[row]], image, []
+
+def draw(folder, meta):
+    """Write look.png: a dozen images of both splits, under their labels or with their boxes."""
+    from PIL import Image, ImageDraw
+    sheet = Image.new('RGB', (4 * 250, 3 * 270), 'white')
+    pen, n = ImageDraw.Draw(sheet), 0
+    for split, count in ('train', 8), ('val' if meta['kind'] == 'objects' else 'test', 4):
+        for text, image, boxes in examples(folder, meta, split, count):
+            left, top, scale = n % 4 * 250 + 5, n // 4 * 270 + 20, 240 / max(image.size)
+            size = [max(1, round(scale * side)) for side in image.size]
+            how = Image.NEAREST if scale > 3 else Image.BICUBIC
+            sheet.paste(image.resize(size, how), (left, top))
+            pen.text((left, top - 15), f'{split}: {text}'[:36], 'black')
+            for name, x, y, w, h in boxes:
+                x, y = left + scale * x, top + scale * y
+                pen.rectangle((x, y, x + scale * w, y + scale * h), outline='lime', width=2)
+                pen.text((x + 3, y + 1), name, 'lime')
+            n += 1
+    buffer = io.BytesIO()
+    sheet.save(buffer, 'png')
+    (folder / 'look.png').write_bytes(buffer.getbuffer())
+
+# ------------------------------------ downloads ------------------------------------
 HF = 'https://huggingface.co/'
 COCO = 'http://images.cocodataset.org/'  # its certificate is another host's: http, checked by hash
 FASTAI = 'https://s3.amazonaws.com/fast-ai-imageclas/'
@@ -277,15 +1172,13 @@ TORONTO = 'https://www.cs.toronto.edu/~kriz/'
 WIKI = 'https://wikitext.smerity.com/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
 
-# name: (the function that makes its folder, or a name in data/weights; a script to run next; what
-# the list says of it; files). A file: (bytes, hash, URL, further mirrors); None: unknown.
+# name: (the function that makes its folder or, of weights, the number of heads; a script to run
+# next; what the list says; files). A file: (bytes, hash, URL, further mirrors); None: unknown.
 DATASETS = {
     'shakespeare': (text_file, 'attentionx_gpt.py', '1.1 MB, public domain: first runs', [
         (1115394, 'sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
          'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/'
          'input.txt')]),
-    'text': (text_file, 'attentionx_gpt.py', 'a UTF-8 file of yours: `text FILE`', [
-        (None, None, '')]),
     'wikitext-2': (wikitext, 'mask_distill.py', '4.7 MB, CC BY-SA 3.0: distillation', [
         (4721645, 'sha256:ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
          WIKI + 'wikitext-2-raw-v1.zip',
@@ -311,16 +1204,13 @@ DATASETS = {
         (815585330, 'sha256:4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05',
          COCO + 'zips/val2017.zip'),
         (None, 'md5:cced6f7f71b7629ddf16f17bbcfab6b2', COCO + 'zips/train2017.zip')]),
-    'detr-r50': ('detr-r50.pth', 'admm_detr.py --preset finetune',
-                 '159 MB, Apache 2.0: DETR, trained', [
+    'detr-r50': (8, 'admm_detr.py --preset finetune', '159 MB, Apache 2.0: DETR, trained', [
         (None, 'sha256:e632da11',  # from its name; no more are known
          'https://dl.fbaipublicfiles.com/detr/detr-r50-e632da11.pth')]),
-    'resnet50': ('resnet50.pth', 'admm_detr.py --preset paper',
-                 '103 MB, BSD 3-Clause: backbone of DETR', [
+    'resnet50': (0, 'admm_detr.py --preset paper', '103 MB, BSD 3-Clause: backbone of DETR', [
         (102530333, 'sha256:0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a',
          'https://download.pytorch.org/models/resnet50-0676ba61.pth')]),
-    'gpt2': ('gpt2/model.safetensors', 'mask_distill.py --preset report004',
-             '548 MB, MIT: teacher', [
+    'gpt2': (12, 'mask_distill.py --preset report004', '548 MB, MIT: teacher', [
         (548105171, 'sha256:248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707',
          HF + 'openai-community/gpt2/resolve/607a30d783dfa663caf39e06633721c8d4cfcd7e/'
          'model.safetensors')]),
@@ -328,256 +1218,166 @@ DATASETS = {
         (None, None, f'{OWT}subsets/urlsf_subset{i:02d}.tar') for i in range(21)]),
 }
 
-# ------------------------------------ check ------------------------------------
-# Each function reads a whole data folder of one form and yields one line per fault, naming the
-# file and entry. `meta` is what meta.json says.
-
-def check_tokens(folder, meta):
-    """train.bin and val.bin: uint16 tokens, from 0."""
-    tokenizer = meta.get('tokenizer')
-    if tokenizer not in VOCAB_SIZE:
-        yield f'{folder}/meta.json: the tokenizer is {tokenizer}, not gpt2 or bytes'
-    if (folder / 'meta.pkl').exists():
-        yield f"{folder}/meta.pkl: nanoGPT's character level, which the scripts do not support"
-    for path in (folder / 'train.bin', folder / 'val.bin'):
-        size = path.stat().st_size if path.exists() else 0
-        if size < 4 or size % 2:
-            yield f'{path}: {size:,} bytes, but it needs an even number, and at least two tokens'
-            continue
-        ids = np.memmap(path, '<u2', 'r')
-        highest = VOCAB_SIZE.get(tokenizer, 65536) - 1
-        if not ids[1::2].any():
-            yield f'{path}: every other number is 0: its ids have 32 or 64 bits instead of 16'
-        elif ids.max() > highest:
-            yield (f'{path}: id {ids.max()}, first at {ids.argmax():,}, but the highest is '
-                   f'{highest}: is it from another tokenizer, or does it start with a header?')
-
-def check_arrays(folder, meta):
-    """train.npz and perhaps test.npz: images (N, 3, H, W) uint8, labels (N,) or (N, 1)."""
-    classes = meta.get('classes')
-    if not isinstance(classes, list) and (folder / 'meta.json').exists():
-        yield f'{folder}/meta.json: it must have "classes", a list of names'
-        classes = None
-    for path in [folder / 'train.npz', *folder.glob('test.npz')]:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                images, labels = file['images'], file['labels']
-        except Exception as error:  # NumPy and zipfile raise half a dozen kinds
-            yield f'{path}: {error}'
-            continue
-        n = len(images)
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or n == 0:
-            yield f'{path}: images are {images.dtype} {images.shape}, not uint8 (N, 3, H, W)'
-        if labels.dtype.kind not in 'iu' or labels.shape not in [(n,), (n, 1)]:
-            yield f'{path}: labels are {labels.dtype} {labels.shape}, not {n} integers'
-            continue
-        classes = classes or [str(i) for i in range(labels.max(initial=0) + 1)]
-        for label, first in zip(*np.unique(labels, return_index=True)):
-            if not 0 <= label < len(classes):
-                yield (f'{path}: label {label} of image {first}, but labels are 0 to '
-                       f'{len(classes) - 1}')
-        for label in np.setdiff1d(range(len(classes)), labels):
-            yield f'{path}: class {label} ({classes[label]}) has no images'
-
-def check_decoding(photos):
-    """Decode all photos of {path: its (width, height), or None if they may be any}."""
-    from PIL import Image, ImageOps
-    for path, size in progress(photos.items(), 'photos read', len(photos)):
-        try:
-            with Image.open(path) as photo:
-                upright = ImageOps.exif_transpose(photo)
-        except Exception as error:  # Pillow raises many kinds over damaged files
-            yield f'{path}: cannot be read: {error}'
-            continue
-        if photo.mode == 'F':
-            yield f'{path}: real numbers; the scripts read whole ones, of 8 or 16 bits'
-        elif size and size not in (photo.size, upright.size):
-            yield f'{path}: {upright.size} pixels, but {size} in the annotations'
-
-def check_photos(folder):
-    """CLASS/*, or train/CLASS/* with val/CLASS/* or test/CLASS/*, as in ImageNet."""
-    from PIL import Image
-    endings = Image.registered_extensions()
-    roots = [folder / name for name in ('train', 'val', 'test') if (folder / name).is_dir()]
-    photos, train = {}, None
-    for root in roots or [folder]:
-        classes = Counter()  # photos in each
-        for path in sorted(root.rglob('*')):
-            parts = path.relative_to(root).parts  # CLASS, perhaps further folders, file
-            hidden = any(part.startswith(('.', '__MACOSX')) for part in parts)
-            in_class = len(parts) > 1 and not hidden
-            is_photo = path.suffix.lower() in endings
-            if path.is_dir() and not hidden:
-                classes[parts[0]] += 0
-            elif in_class and is_photo:
-                classes[parts[0]] += 1
-                photos[path] = None
-            elif is_photo or in_class:
-                yield f'{path}: hidden, in no class folder, or with an ending unknown to Pillow'
-        train = train or classes
-        for name in sorted({*classes, *train}):
-            if name not in train:
-                yield f'{root / name}: train has no such class'
-            elif not classes[name]:
-                yield f'{root / name}: a class without photos'
-    if len(train) < 2:
-        yield f'{folder}: {len(train)} class folders, but it needs two or more'
-    yield from check_decoding(photos)
-
-def wrong_box(box, width, height):
-    """What is wrong with an annotation's box [x, y, w, h] in pixels; '' if nothing."""
-    if type(box) is not list or len(box) != 4 or not {*map(type, box)} <= {int, float}:
-        return 'is not four numbers'
-    x, y, w, h = box
-    if not (x <= width and y <= height and x + w >= 0 and y + h >= 0):  # nan is not, either
-        return f'is outside its image of {width} x {height}'
-    return ''
-
-def check_boxes(path, notes, sizes, names):
-    """The annotations of a file, by admm_detr.py's rules. What it only counts is printed."""
-    counts, largest = Counter(), 0
-    for note in notes:
-        where = f"{path}: annotation {note.get('id')}"
-        image, category, box = [note.get(key) for key in ('image_id', 'category_id', 'bbox')]
-        if str(image) not in sizes:
-            yield f'{where}: image_id {image} is not listed'
-        if str(category) not in names:
-            yield f'{where}: category_id {category} is not listed'
-        width, height = sizes.get(str(image), (math.inf, math.inf))
-        wrong = wrong_box(box, width, height)
-        if wrong:
-            yield f'{where}: bbox {box} {wrong}'
-            continue
-        x, y, w, h = box
-        empty = min(x + w, width) <= max(x, 0) or min(y + h, height) <= max(y, 0)
-        counts['have no width or height: they are left out'] += empty
-        counts['have no area: width x height is taken'] += not note.get('area')
-        largest = max(largest, *box)
-    if not notes:
-        yield f'{path}: no objects to find'
-    elif largest <= 1:
-        yield f'{path}: no box exceeds one pixel: are they in fractions?'
-    for what, n in counts.items():
-        if n:
-            print(f'note: {path}: of {len(notes)} boxes {n} {what}')
-
-def check_coco(folder):
-    """annotations/instances_train2017.json with photos in train2017/; the same for val2017."""
-    splits = [name for name in ('train2017', 'val2017') if (folder / name).is_dir()]
-    if not splits:
-        yield f'{folder}: no folder train2017 or val2017'
-    categories, shown = [], []  # of each split: {id: name}, and the ids that it shows
-    for split in splits:
-        path = folder / 'annotations' / f'instances_{split}.json'
-        photos, sizes = {}, {}
-        try:
-            data = json.loads(path.read_bytes())
-            notes = [dict(note) for note in data['annotations']]
-            names = {str(category['id']): category['name'] for category in data['categories']}
-            for image in data['images']:
-                size = int(image['width']), int(image['height'])
-                file = image['file_name'].replace('\\', '/')  # written on Windows
-                inside, beside = folder / split / file, folder / file
-                photos[beside if beside.exists() else inside] = size
-                sizes[str(image['id'])] = size  # some files have ids as text
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            yield f"{path}: not in COCO's form: {error!r}"
-            continue
-        if len(names) < len(data['categories']):
-            yield f'{path}: some of its categories have the same id'
-        yield from check_decoding(photos)
-        yield from check_boxes(path, notes, sizes, names)
-        categories.append(names)
-        shown.append({str(note.get('category_id')) for note in notes})
-    if categories[1:] and categories[0] != categories[1]:
-        yield f'{folder}/annotations: train2017 and val2017 have different categories'
-    elif categories[1:] and shown[1] - shown[0]:
-        lacking = ', '.join(categories[1].get(i, i) for i in sorted(shown[1] - shown[0]))
-        print(f'note: {folder}: val2017 shows classes that train2017 lacks: {lacking}')
-
-def check(folder):
-    """Read all of a data folder; print everything that is wrong with it, or that nothing is."""
-    if not folder.is_dir():
-        fail(f'{folder}: no such folder')
-    faults, meta = [], dict(tokenizer='gpt2')  # nanoGPT's folders have no meta.json
-    if (folder / 'meta.json').exists():
-        try:
-            meta = dict(json.loads((folder / 'meta.json').read_text('utf-8-sig')))
-        except (ValueError, TypeError) as error:
-            faults.append(f'{folder}/meta.json: not a JSON object: {error}')
-    names = {path.name for path in folder.iterdir()}
-    if names & {'annotations', 'train2017', 'val2017'}:
-        faults += check_coco(folder)
-    elif 'train.npz' in names:
-        faults += check_arrays(folder, meta)
-    elif names & {'train.bin', 'val.bin', 'meta.pkl'}:
-        faults += check_tokens(folder, meta)
-    else:
-        faults += check_photos(folder)
-    for fault in faults:
-        print(fault)
-    if faults:
-        fail(f'{folder}: faults: {len(faults)}')
-    print(f'{folder}: everything was read, and nothing is wrong')
-    return {}
-
 # ------------------------------------ prepare ------------------------------------
-def lock(name):
-    """Hold data/.NAME.lock as long as the file is open: two runs must never share a .part file."""
-    DATA.mkdir(exist_ok=True)
-    file = open(DATA / f'.{name}.lock', 'w')
-    try:
-        import fcntl
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass  # Windows has no flock
-    except BlockingIOError:
-        fail(f'another run is making {name}: wait for it')
-    return file
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, KeyError,
+           ValueError)  # what reading a damaged or another archive raises
+OWN = {  # the function that makes its folder, a script to run next, what the list says
+    'text': (text_file, 'attentionx_gpt.py', 'FILE in UTF-8'),
+    'tokens': (tokens, 'attentionx_gpt.py', 'FOLDER with train.bin and val.bin, as nanoGPT has'),
+    'arrays': (arrays, 'belief_vit.py', 'FOLDER with train.npz, test.npz: images and labels'),
+    'photos': (photos, 'belief_vit.py', 'FOLDER with CLASS/*, or train/CLASS/* and val/CLASS/*'),
+    'objects': (objects, 'admm_detr.py', 'FOLDER in the form of COCO, Pascal VOC or YOLO'),
+    'weights': (0, '', "FILE of nanoGPT, timm, DETR, GPT-2, or torchvision's ResNet-50")}
 
-def gather(args, files, paths):
-    """Check the raw files, from --from or downloaded to `paths` -> where they are."""
-    if args.local and args.local.is_dir():
-        paths = [args.local / path.name for path in paths]
-    elif args.local:
-        paths = [args.local]
-    if len(paths) < len(files):
-        fail(f'--from {args.local}: name a folder that has all {len(files)} files')
-    for path, (size, digest, *urls) in zip(paths, files):
-        wrong = what_is_wrong(path, size, digest)
-        if wrong and args.local:
-            fail(f'{path}: {wrong}' + ('; --no-verify takes it as it is' if path.exists() else ''))
-        if wrong:
-            download(urls, path, size, digest)
-    return paths
+def choose_name(args):
+    """What the result is called: --name, or as its file or folder is."""
+    path = Path(os.path.abspath(args.path or args.what))
+    name = path.stem if path.is_file() else path.name
+    if args.what == 'weights':
+        name = re.sub(r'(\.(pt|pth|bin|tar|ckpt|safetensors))+$', '', path.name)
+        name = path.parent.name if name in ('model', 'pytorch_model') else name
+    name = args.name or name
+    if (not re.fullmatch(r'[^./\\][^/\\]*', name) or name in ('builtin', 'download', 'weights')
+            or (DATA / name).absolute() == path):
+        fail(f'{name} cannot be the name of the result in {DATA}/: give another one with --name')
+    return name
+
+def describe_source(args):
+    """What the result is made from: a command, a place of yours, and a stamp of the files there.
+    Downloads that are verified are the same from everywhere."""
+    given = args.path or (None if args.verify else args.local)
+    command = args.what + ''.join(
+        f' --{key} {x}' for key, x in vars(args).items()
+        if key in ('tokenizer', 'parts', 'heads') and x not in (None, 1))
+    command += '' if args.verify else ' --no-verify'
+    return dict(command=command, place=os.path.abspath(given) if given else '',
+                files=stamp(given) if given else 0)
+
+def read_final(final):
+    """What finished data or weights say of themselves; {} if they are not there."""
+    if not final.exists():
+        return {}
+    meta = read_json(final / 'meta.json') if final.is_dir() else read_checkpoint(final)
+    if type(meta.get('source')) is not dict:
+        fail(f'{final} was not made by this version: delete it if you can do without it, or give '
+             'another --name')
+    return {key: x for key, x in meta.items() if key != 'model'}
+
+def remove_leftovers(final):
+    """Delete what killed runs left behind, if it is older than an hour."""
+    for part in map(Path, glob.glob(f'{glob.escape(str(final))}.part-*')):
+        with contextlib.suppress(OSError):
+            newest = max(os.stat(path).st_mtime for path in (part, *part.rglob('*')))
+            if newest < time.time() - 3600:
+                shutil.rmtree(part)
+                note(f'{part}, which a killed run had left, is removed')
+
+def make_final(make, paths, args, out):
+    """Make the folder or the file out/new -> what it says of itself."""
+    if callable(make):
+        (out / 'new').mkdir()
+        meta = make(paths, out / 'new', args)
+    else:
+        meta = weights(paths[0], args.heads or make)
+    model = meta.pop('model', None)
+    meta['format'] = 1
+    meta['checksum'] = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    meta['source'] = args.source
+    if callable(make):
+        (out / 'new/meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
+    else:
+        import torch
+        buffer = io.BytesIO()  # so that a full disk is an OSError
+        torch.save(dict(meta, model=model), buffer)
+        (out / 'new').write_bytes(buffer.getbuffer())
+    return meta
+
+def put_in_place(out, final, meta, old):
+    """Give the finished out/new its name. If another run was faster, its result stays."""
+    if old:
+        had, place = old['source']['place'], meta['source']['place']
+        if old['checksum'] != meta['checksum']:
+            if had != place:
+                fail(f'{final} is another, made from {had}, which is gone: give a --name, or '
+                     'delete it if you can do without it')
+            note(f'{place} has changed: {final} is made anew')
+        with contextlib.suppress(FileNotFoundError):
+            final.rename(out / 'old')
+    try:
+        (out / 'new').rename(final)
+    except OSError:
+        if read_final(final).get('checksum') != meta['checksum']:
+            raise
+
+def next_command(final, meta, script):
+    """What to type next, with the flags that fit."""
+    if 'kind' in meta:
+        most = meta.get('most_objects', 0)
+        queries = f' --num-queries {3 * most}' if most > 4 else ''  # twelve, unless you say so
+        return f'{script} --data {shlex.quote(final.name)}{queries}'
+    if script:  # a preset has all flags
+        return script
+    command = f'{meta["script"]} --init {shlex.quote(final.as_posix())}'
+    if meta['script'] != 'mask_distill.py':  # which takes its sizes from the file
+        for key, x in meta['config'].items():
+            key = key.replace('_', '-')
+            command += f' --{"" if x else "no-"}{key}' if type(x) is bool else f' --{key} {x}'
+    return command
+
+def finish(final, meta, script):
+    """Say how much there is, draw some of it, and name the next command."""
+    kind = meta.get('kind', 'weights')
+    counts = [f'{meta[split]:,} {split}' for split in ('train', 'val', 'test') if split in meta]
+    what = {'weights': '', 'tokens': 'tokens', 'arrays': 'images'}.get(kind, 'photos')
+    print(f'{final} is ready' + ': ' * bool(counts) + ', '.join(counts), what)
+    if kind not in ('weights', 'tokens'):
+        classes = [name for name in meta['classes'] if name]
+        print(f'{len(classes)} classes:', ', '.join(classes[:20]), '...' * (len(classes) > 20))
+        try:
+            if not (final / 'look.png').exists():
+                draw(final, meta)
+            print(f'look at {final / "look.png"}: are these labels, boxes and colours right?')
+        except Exception as error:  # a picture is not worth the data
+            note(f'there is no look.png: {error} (it needs `pip install pillow`)')
+    print(f'next: python {next_command(final, meta, script)}')
 
 def prepare(args):
-    """Make data/NAME as the arguments ask -> what its meta.json says."""
-    make, script, _, files = DATASETS[args.name]
-    files = files[:args.parts + (args.name == 'coco')]  # coco's annotations are not a part
+    """Make data/NAME or data/weights/NAME.pt, unless it is there -> what it says of itself."""
+    make, script, _, files = DATASETS.get(args.what) or (*OWN[args.what], [])
+    files = files[:args.parts + (args.what == 'coco')]  # coco's annotations are not a part
     if not args.verify:
         files = [(None, None, *urls) for _, _, *urls in files]
-    if isinstance(make, str):
-        path = DATA / 'weights' / make
-        if args.local:
-            fail(f'--from {args.local}: give it to a script as --init, or put it at {path}')
-        gather(args, files, [path])
-        print(f'{path} is ready\nnext: python {script}')
-        return {}
-    folder = DATA / (args.path.stem if args.path else args.name)
-    if folder.exists():
-        fail(f'{folder} already exists: delete it to rebuild it')
-    raw = [DATA / 'download' / url.split('/')[-1] for _, _, url, *_ in files]
-    raw = gather(args, files, raw)
-    out = DATA / f'{folder.name}.part'
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
-    meta = make(args.name, raw, out, args.tokenizer)
-    meta['source'] = str(args.local or files[0][2])
-    meta['verified'] = all(digest for _, digest, *_ in files)
-    (out / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
-    os.rename(out, folder)
-    print(f'{folder} is ready\nnext: python {script} --data {shlex.quote(folder.as_posix())}')
+    if make in (text_file, wikitext, openwebtext) and not args.tokenizer:
+        args.tokenizer = 'bytes' if make is text_file else 'gpt2'
+    args.name = choose_name(args)
+    final = DATA / args.name if callable(make) else DATA / 'weights' / f'{args.name}.pt'
+    args.source, old = describe_source(args), read_final(final)
+    if old.get('source') == args.source:
+        finish(final, old, script)
+        return old
+    had = old.get('source', args.source)
+    elsewhere = had['place'] != args.source['place'] and os.path.exists(had['place'])
+    if elsewhere or had['command'] != args.source['command']:
+        fail(f'{final} is another, made by `{had["command"]} {had["place"]}`: give a --name, or '
+             'delete it if you can do without it')
+    remove_leftovers(final)
+    out = final.with_name(f'{final.name}.part-{os.getpid()}')
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        paths = [args.path] if args.path else gather(args, files)
+        try:
+            meta = make_final(make, paths, args, out)
+        except DAMAGED as error:
+            if not files:
+                raise
+            for path, (_, digest, *_) in zip(paths, files):
+                if not args.local and not digest:  # perhaps a login page: fetch it anew next time
+                    path.unlink()
+            fail(f'{paths[0]} is not the archive that it should be: {error!r}')
+        put_in_place(out, final, meta, old)
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    finish(final, meta, script)
     return meta
 
 def parse(argv):
@@ -586,45 +1386,53 @@ def parse(argv):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.error = fail
     add = p.add_argument
-    add('name', metavar='NAME', nargs='?', choices=[*DATASETS, 'check'])
-    add('path', metavar='PATH', nargs='?', type=Path, help='only after text or check')
-    add('--tokenizer', choices=VOCAB_SIZE, default='gpt2', help='for text; default: gpt2')
+    add('what', metavar='NAME', nargs='?', help='of a download, or what PATH is')
+    add('path', metavar='PATH', nargs='?', type=Path, help=f'only after {", ".join(OWN)}')
+    add('--name', help="of the result, if not its source's")
+    add('--tokenizer', choices=VOCAB_SIZE, help='of texts; default: bytes, or gpt2 for large ones')
+    add('--heads', type=int, help='of weights that do not say how many their attention has')
     add('--parts', type=int, default=1, help='of coco, openwebtext')
     add('--from', dest='local', type=Path, help='file or folder to use instead of downloads')
     add('--no-verify', dest='verify', action='store_false', help='accept any size or hash')
     args = p.parse_intermixed_args(argv)
-    if args.name and (args.name in ('text', 'check')) != (args.path is not None):
-        fail('`text` takes a FILE of yours, `check` a FOLDER; others take --from FILE')
-    most = {'coco': 2, 'openwebtext': 21}.get(args.name, 1)
+    what, path = args.what, args.path
+    if what not in (None, *DATASETS, *OWN):
+        kind = 'photos' if os.path.isdir(what) else 'text'
+        fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
+             if os.path.exists(what) else f'{what} is none of {", ".join([*DATASETS, *OWN])}')
+    if what and (what in OWN) != (path is not None):
+        fail(f'{", ".join(OWN)} take a PATH of yours, the others --from PATH')
+    most = {'coco': 2, 'openwebtext': 21}.get(what, 1)
     if not 1 <= args.parts <= most:
-        fail(f'--parts {args.parts}: use 1 to {most} with {args.name}')
-    if args.name == 'text':
-        if not args.path.is_file():
-            fail(f'{args.path} is not a file')
-        args.local = args.path
+        fail(f'--parts {args.parts}: use 1 to {most} with {what}')
+    if path and not path.exists():
+        fail(f'{path}: no such file or folder')
+    if path and path.is_file() and what not in ('text', 'weights') and not (
+            what == 'arrays' and path.suffix == '.npz'):
+        fail(f'{path} is a file, not a folder' + advice([path]))
     return args
 
 def main(argv=None):
-    """Prepare a dataset -> its meta.json; or check a folder."""
+    """Prepare data or weights -> what meta.json says."""
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, 'reconfigure'):  # a notebook's has not
             stream.reconfigure(errors='replace')  # for consoles that cannot show every character
+    FAULTS.clear()
     args = parse(argv)
-    if not args.name:
-        print('\n'.join(f'{name:16}{about}' for name, (_, _, about, _) in DATASETS.items()))
+    if not args.what:
+        print('usage: python prepare_data.py NAME, or KIND PATH for what you have (--help)\n')
+        for name, (_, _, about, *_) in {**DATASETS, **OWN}.items():
+            print(f'{name:16}{about}')
         return {}
     try:
-        if args.name == 'check':
-            return check(args.path)
-        with lock(args.path.stem if args.path else args.name):
-            return prepare(args)
+        return prepare(args)
     except KeyboardInterrupt:
         print('interrupted; run the same command again to continue', file=sys.stderr)
         raise SystemExit(130)
     except OSError as error:  # no permission, disk full
-        fail(f'{error.filename or args.name}: {error.strerror or error}')
+        fail(f'{error.filename or args.what}: {error.strerror or error}')
     except ImportError as error:
-        fail(f'{error}: photos need `pip install pillow`')
+        fail(f'{error}: `pip install {error.name.replace("PIL", "pillow")}`')
 
 if __name__ == '__main__':
     main()

@@ -3,9 +3,10 @@
     python experiments/figures.py    # writes experiments/*.png; trains nothing, takes seconds
 
     method.png    what each idea passes on, its formula, and lines of its script that compute it
-    rates.png     a small GPT's validation loss by learning rate, and softmax's after more steps
+    claims.png    what was found: differences from softmax in a GPT, a ViT and DETR
+    rates.png     a small GPT's validation loss by learning rate, and its difference from softmax's
     variants.png  every variant at its own best rate: its difference from softmax, sorted
-    lengths.png   BeliefFormer's Fig. 3: how long MH and Delta are and where they point, by layer
+    layers.png    BeliefFormer's Fig. 3: how long MH and Delta are and where they point, in a ViT
     scaling.png   time and memory of attention by the number of tokens, from `memory.py lengths`
 
 A variant has the same colour in every picture, and colour-blind readers can tell those of a panel
@@ -26,8 +27,9 @@ BLACK, GREEN, RED = '#000000', '#009E73', '#D55E00'  # Okabe and Ito's
 WINE, INDIGO, PURPLE, GREY, PALE = '#882255', '#332288', '#AA4499', '#767676', '#DDDDDD'
 VARIANTS = {  # name and colour; those of variants.py, and compare.py's
     **compare.VARIANTS, 'differential': ('differential attention', INDIGO),
-    'gated': ('gated attention', '#661100'), 'laplacian': ('Laplacian heads', '#666633')}
-MARKERS = dict(zip(VARIANTS, 'os^DvPXpd<>h'))
+    'gated': ('gated attention', '#661100'), 'laplacian': ('Laplacian heads', '#666633'),
+    'lasso': ('Lasso', WINE), 'no-weights': ('no weights', GREY), 'Lasso,': ('Lasso', WINE)}
+MARKERS = dict(zip(VARIANTS, 'os^DvPXpd<>hovs'))
 matplotlib.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': PALE,
     'legend.frameon': False})
@@ -68,7 +70,7 @@ def draw_differences(ax, below):
         (RED, r'AttentionX:  $V - \gamma\,\mathrm{MH}$,  here $\gamma = 1$'),
         (BLACK, 'v - gamma * mh'),
         (GREEN, r'BeliefFormer:  $\mathrm{MH} - \alpha V$'),
-        (BLACK, 'orthogonal(mh, v, (-2, -1))'),
+        (BLACK, 'mh - alpha * v'),
         (GREY, r'$\alpha = \langle\mathrm{MH}, V\rangle\,/\,\langle V, V\rangle$')])
 
 def draw_lasso(ax, below):
@@ -117,102 +119,120 @@ def draw_method():
 # Comparisons by their csv files, each with a softmax of its own; FINE has a finer grid of rates
 FINE = ['gpt-fine-judging']
 COARSE = ['gpt-softmax', 'gpt-attentionx', 'gpt-belief']
-
-def mean_losses(rows, variant):
-    """{rate: mean validation loss}"""
-    losses = {}
-    for row in sorted(rows, key=lambda row: row['learning_rate']):
-        if row['case'].split()[0] == variant:
-            losses.setdefault(row['learning_rate'], []).append(row['val_loss'])
-    return {rate: np.mean(values) for rate, values in losses.items()}
+LOSS = 'loss minus softmax\'s (nats per byte)'
+TUNE = '--tune', 'learning_rate'
 
 def read_all(names):
     """The rows of several files in runs/."""
     return [row for name in names for row in compare.read_rows(HERE / f'runs/{name}.csv')]
 
-def draw_rates():
-    figure = Figure(figsize=(9, 4), layout='constrained')
-    axes = figure.subplots(1, 2)
-    for ax, steps, line, choosing, judging in (
-            (axes[0], 1000, '-', [*COARSE, 'gpt-fine-rates', 'gpt-common'], FINE),
-            (axes[1], 4000, ':', ['gpt-longer-best', 'gpt-longer'], ['gpt-longer-best'])):
-        tried = [row for row in read_all(choosing)
-                 if row['role'] == 'choosing' or row['learning_rate'] == 1e-3]
-        judged = [row for row in read_all(judging) if row['role'] == 'judging']
-        for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
-            name, colour = VARIANTS[variant]
-            means, rings = mean_losses(tried, variant), mean_losses(judged, variant)
-            ax.plot(means.keys(), means.values(), line, color=colour, marker=MARKERS[variant],
-                    label=name)
-            ax.plot(rings.keys(), rings.values(), 'o', color=colour, ms=14, mfc='none')
-        ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2][:4 if steps == 4000 else 5]
-        ax.set(xscale='log', xlabel='peak learning rate', title=f'{steps} steps')
-        ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
-        ax.minorticks_off()
-    unstable = mean_losses(read_all(FINE), 'softmax')[1.6e-2]
-    axes[0].annotate('one of 8 diverged', (1.6e-2, unstable), (0, 13), ha='right', fontsize=9,
-                     textcoords='offset points')
-    for steps in 1092, 1290:
-        loss = np.mean([row['val_loss'] for row in read_all(['gpt-equal-time'])
-                        if row['max_iters'] == steps])
-        axes[0].plot(1e-3, loss, 'o', color=BLACK, mfc='white', zorder=4,
-                     label='softmax, more steps' if steps == 1290 else None)
-        axes[0].annotate(f'{steps} steps ', (1e-3, loss), ha='right', va='center', fontsize=9)
-    axes[0].set(xlim=(4.5e-4, 2e-2), ylabel='validation loss (nats per byte)')
-    axes[0].legend()
-    save(figure, 'rates')
-
-def table(names, *flags):
+def table(names, *flags, script='attentionx_gpt'):
     """compare.py's lines, as in results.md, without softmax's."""
     paths = [str(HERE / f'runs/{name}.csv') for name in names]
     with contextlib.redirect_stdout(None):
-        lines = compare.main(['attentionx_gpt', *flags, '--from-csv', *paths])
+        lines = compare.main([script, *flags, '--from-csv', *paths])
     return [line for line in lines if not line['case'].startswith('softmax')]
 
-def draw_variants():
-    tune = '--tune', 'learning_rate'
-    lines = table(FINE, '--against', 'softmax 1.13e-2') + table(['gpt-variants'], *tune)
-    finer = {line['case'].split()[0] for line in lines}
-    lines += [line for line in table([*COARSE, 'gpt-gamma'], *tune)
-              if line['case'].split()[0] not in finer or 'attentionx 2' in line['case']]
-    lines.sort(key=lambda line: line['diff'])
-    figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
-    ax = figure.subplots()
-    for line in lines:
-        variant, *gamma, rate = line['case'].split()
-        name, colour = VARIANTS[variant]
-        name += ', γ = 2' if gamma == ['2'] else ''
-        ax.errorbar(line['diff'], f'{name}, at {float(rate):g}', xerr=line['interval'],
-                    color=colour, marker=MARKERS[variant], capsize=4, lw=2, ms=7)
+def bars(ax, lines, xlabel, **how):
+    """A row for each (name, line of a table): its difference from the first, and the interval."""
+    for name, line in lines:
+        variant = line['case'].split()[0]
+        ax.errorbar(line['diff'], name, xerr=line['interval'], color=VARIANTS[variant][1], ms=7,
+                    marker=MARKERS[variant], capsize=4, lw=2)
     ax.invert_yaxis()
+    ax.margins(y=0.9 / len(lines))
     ax.grid(visible=False, axis='y')
     ax.axvline(0, color=BLACK, lw=1)
-    ax.set_xlabel('validation loss minus softmax\'s (nats per byte): left of 0 is better')
+    ax.set(xlabel=xlabel, **how)
+
+def draw_claims():
+    figure = Figure(figsize=(9, 4.4), layout='constrained')
+    three, low = ('AttentionX', 'BeliefFormer', 'BeliefFormer*'), dict(xlim=(-0.06, 0.06))
+    for i, (title, names, cases, lines, xlabel, how) in enumerate((
+            ('GPT, all at one low learning rate', three, ('attentionx', 'belief', 'belief-star'),
+             table(['gpt-common', 'gpt-equal-time']), f'{LOSS}\nleft is better', low),
+            ('GPT, each at its best rate', three,
+             ('attentionx 4e-3', 'belief 8e-3', 'belief-star 4e-3'),
+             table([*COARSE, 'gpt-gamma'], *TUNE), f'{LOSS}\nleft is better', low),
+            ('ViT on CIFAR-10, each at its best rate', three,
+             ('attentionx 2e-3', 'belief 2e-3', 'belief-star 1e-3'),
+             table(['vit-cifar10'], *TUNE, script='belief_vit'),
+             'accuracy minus softmax\'s (0 to 1)\nright is better', dict(xlim=(-0.025, 0.025))),
+            ('DETR\'s cross-attention, drawn shapes',
+             ('our easier Lasso', 'no weight matrices', 'the paper\'s Lasso'),
+             ('lasso', 'no-weights', 'Lasso, solved'),
+             table(['detr-softmax-31-33', 'detr-softmax-34-42', 'detr-cross'], script='admm_detr')
+             + table(['detr-solved'], script='admm_detr'),
+             'average precision minus softmax\'s\nright is better', dict(xlim=(-0.8, 0.2))))):
+        found = {line['case']: line for line in lines}
+        bars(figure.add_subplot(2, 2, i + 1), [(name, found[case]) for name, case in
+                                               zip(names, cases)], xlabel, title=title, **how)
+    save(figure, 'claims')
+
+def draw_rates():
+    losses = {}  # {variant: {rate: {seed: loss}}}
+    for row in read_all([*COARSE, 'gpt-fine-rates', 'gpt-common']):
+        if row['role'] == 'choosing' or row['learning_rate'] == 1e-3:
+            rates = losses.setdefault(row['case'].split()[0], {})
+            rates.setdefault(row['learning_rate'], {})[row['seed']] = row['val_loss']
+    figure = Figure(figsize=(9, 3.8), layout='constrained')
+    left, right = figure.subplots(1, 2)
+    for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
+        (label, colour), means, gaps = VARIANTS[variant], {}, {}
+        for rate, runs in sorted(losses[variant].items()):
+            means[rate] = np.mean([*runs.values()])
+            theirs = losses['softmax'].get(rate, {})
+            gap = [loss - theirs[seed] for seed, loss in runs.items() if seed in theirs]
+            if gap:
+                gaps[rate] = np.mean(gap)
+        for ax, line in (left, means), (right, gaps):
+            ax.plot(line.keys(), line.values(), color=colour, marker=MARKERS[variant], label=label)
+    ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
+    for ax, title in (left, 'loss after 1000 steps'), (right, 'the same minus softmax\'s'):
+        ax.set(xscale='log', xlabel='peak learning rate', title=title)
+        ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
+        ax.minorticks_off()
+    left.set_ylabel('nats per byte')
+    right.set_ylabel('below 0 is better')
+    figure.legend(*left.get_legend_handles_labels(), loc='outside lower center', ncols=4)
+    save(figure, 'rates')
+
+def draw_variants():
+    lines = table(FINE, '--against', 'softmax 1.13e-2') + table(['gpt-variants'], *TUNE)
+    finer = {line['case'].split()[0] for line in lines}
+    lines += [line for line in table([*COARSE, 'gpt-gamma'], *TUNE)
+              if line['case'].split()[0] not in finer or 'attentionx 2' in line['case']]
+    named = []
+    for line in sorted(lines, key=lambda line: line['diff']):
+        variant, *gamma, rate = line['case'].split()
+        name = VARIANTS[variant][0] + (', γ = 2' if gamma == ['2'] else '')
+        named.append((f'{name}, at {float(rate):g}', line))
+    figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
+    bars(figure.subplots(), named, f'validation {LOSS}: left of 0 is better')
     save(figure, 'variants')
 
-def draw_lengths():
-    rows = compare.read_rows(HERE / 'runs/gpt-belief-log.csv')
-    steps = sorted({row['step'] for row in rows if row['step'] > 0})
-    figure = Figure(figsize=(9, 4.6), layout='constrained')
-    axes = figure.subplots(2, 3, sharex=True, sharey='row')
-    for layer, (above, below) in enumerate(axes.T):
-        for ax, name, colour in ((above, 'mh_out', BLACK), (above, 'update_out', GREEN),
-                                 (below, 'cos_mh', BLACK), (below, 'cos_update', GREEN)):
-            found = np.array([[row[f'{layer}.{name}'] for row in rows if row['step'] == step]
-                              for step in steps])  # (steps, seeds)
-            ax.plot(steps, found.mean(1), color=colour)
-            ax.fill_between(steps, found.min(1), found.max(1), color=colour, alpha=0.15, lw=0)
-        above.set_title(f'layer {layer}')
-        below.set_xlabel('training step')
-    axes[0, 0].set(ylabel='mean length', ylim=(0, None))
-    axes[1, 0].set_ylabel('cosine with the input X')
-    figure.legend(axes[0, 0].lines, ['MH, after Wᵒ', 'Δ = MH − αV, after Wᵒ'],
-                  loc='outside lower center', ncols=2)
-    save(figure, 'lengths')
+def draw_layers():
+    rows = [row for row in read_all(['vit-depth-log']) if row['step'] == 703]
+    figure = Figure(figsize=(9, 3), layout='constrained')
+    axes = figure.subplots(1, 3)
+    for ax, title, *lines in (
+            (axes[0], 'length of Δ / length of MH',
+             ('Δ', lambda r: r('update_out') / r('mh_out'))),
+            (axes[1], 'cosine with the input X', ('MH', lambda r: r('cos_mh')),
+             ('Δ', lambda r: r('cos_update'))),
+            (axes[2], 'α: how much of V is in MH', ('Δ', lambda r: r('alpha')))):
+        for name, f in lines:
+            means = [np.mean([f(lambda key: row[f'{layer}.{key}']) for row in rows])
+                     for layer in range(12)]
+            variant = 'belief' if name == 'Δ' else 'softmax'
+            ax.plot(means, color=VARIANTS[variant][1], marker=MARKERS[variant], label=name)
+        ax.set(title=title, xlabel='layer', xticks=range(12), ylim=(0, None))
+    axes[1].legend()
+    save(figure, 'layers')
 
 KINDS = {  # case in runs/lengths.csv: name, colour, marker
     'eager': ('eager: stores all scores', '#E69F00', 's'),
-    'fused': ('the fused kernel', BLACK, 'o'),
+    'fused': ('PyTorch\'s fused kernel', BLACK, 'o'),
     'masks': ('masks in blocks', INDIGO, '^'),
 }
 
@@ -241,9 +261,10 @@ def draw_scaling():
 
 def main():
     draw_method()
+    draw_claims()
     draw_rates()
     draw_variants()
-    draw_lengths()
+    draw_layers()
     draw_scaling()
 
 if __name__ == '__main__':

@@ -1,16 +1,17 @@
 r"""Memory and time of attention: what masks save, how it scales with length, and DETR's Lasso.
 
-    python experiments/memory.py --masks window:64+sinks:4 --n-layer 12 --n-head 12 \
+    python experiments/memory.py masks --masks window:64+sinks:4 --n-layer 12 --n-head 12 \
         --n-embd 768 --vocab-size 50257 --block-size 2048  # GPT-2, with random weights
     python experiments/memory.py lengths  # a layer of GPT-2's size, 256 to 4096 tokens
-    python experiments/memory.py lasso  # or lasso cuda
+    python experiments/memory.py lasso    # a layer of DETR's size; or lasso --device cuda
 
 The first two compare three kinds of attention: eager, which stores T x T scores, and two that do
-not, PyTorch's fused kernel and masks in blocks. The first takes a whole model in float32, whose
-weights and logits need the same room in all three; by default a sequence has 1,024 tokens. The
-second takes attention alone, forward and backward, and writes runs/lengths.csv, which figures.py
-draws as scaling.png; the longest sequence has --block-size tokens. Flags are those of
-mask_distill.py but --init. `lasso` takes a layer of DETR's size. Needs matplotlib and scipy.
+not, PyTorch's fused kernel and masks in blocks. `masks` takes a whole model in float32, whose
+weights and logits need the same room in all three; by default a sequence has 1,024 tokens.
+`lengths` takes attention alone, forward and backward, and writes a row for each length to
+out/memory/lengths.csv, or to --csv; the longest sequence has --block-size tokens. (figures.py draws
+experiments/runs/lengths.csv.) Other flags are those of mask_distill.py but --init, or with `lasso`
+those of admm_detr.py. Needs scipy.
 """
 import math
 import os
@@ -27,7 +28,6 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import admm_detr
 import compare
-import figures
 import mask_distill
 
 def milliseconds(functions, rounds, device):
@@ -37,8 +37,7 @@ def milliseconds(functions, rounds, device):
         for name, f in functions.items():
             begin = time.perf_counter()
             f()
-            if device.type == 'cuda':
-                torch.cuda.synchronize(device)
+            compare.wait(device)
             times[name].append(1000 * (time.perf_counter() - begin))
     return {name: float(np.median(values)) for name, values in times.items()}
 
@@ -67,13 +66,13 @@ def eager(q, k, v):
     future = torch.ones(S.shape[2:], dtype=torch.bool, device=q.device).triu(1)
     return F.softmax(S.masked_fill(future, -math.inf), -1) @ v
 
-def turn(attn, kind, c):
-    """Make a SelfAttention of mask_distill.py, which is fused, one of the three kinds."""
-    if kind == 'eager':
-        attn.attend = eager
-    if kind == 'masks':
-        attn.add_masks(c)
-    return attn
+def of_kind(kind, make, c):
+    """make(c), a SelfAttention or a GPT2 of mask_distill.py, with attention of this kind."""
+    net = make(replace(c, masks=c.masks if kind == 'masks' else ''))
+    for module in net.modules():
+        if kind == 'eager' and isinstance(module, mask_distill.SelfAttention):
+            module.attend = eager
+    return net
 
 def measure(model, c, device):
     """A whole model's peaks for one sequence, with its weights -> {name: MiB}.  [MA Sec. 2.4]"""
@@ -81,7 +80,7 @@ def measure(model, c, device):
     idx = torch.arange(c.block_size, device=device)[None] % c.vocab_size  # (1, T)
 
     def step():
-        mask_distill.loss_of(model, (idx, idx), c).backward()
+        F.cross_entropy(model(idx).flatten(0, 1), idx.flatten()).backward()
         model.zero_grad()
 
     @torch.no_grad()
@@ -91,17 +90,12 @@ def measure(model, c, device):
     return {'training step': peak(step, device) + weights,
             'inference': peak(infer, device) + weights}
 
-def masks(argv):
+def masks(c):
     """Compare whole models: print a row for each figure -> {kind: {name: MiB}}."""
-    _, c = mask_distill.parse(['--block-size', '1024', *argv])
-    c = replace(c, init='', vocab_size=c.vocab_size or 256)  # of the sizes that flags give
+    c = replace(c, vocab_size=c.vocab_size or 256)
     device, _ = mask_distill.pick_device(c)
-    found = {}
-    for kind in KINDS:
-        model = mask_distill.GPT2(c)
-        for block in model.h:
-            turn(block.attn, kind, c)
-        found[kind] = measure(model.to(device), c, device)
+    found = {kind: measure(of_kind(kind, mask_distill.GPT2, c).to(device), c, device)
+             for kind in KINDS}
     print(f'{c.block_size} tokens, MiB' + ''.join(f'{kind:>10}' for kind in KINDS)
           + '   30 % of the memory saved?')
     for name, full in found['eager'].items():
@@ -115,22 +109,19 @@ def both_ways(attn, q, k, v, grad):
     inputs = [q, k, v] if attn.alpha is None else [q, k, v, attn.alpha]
     torch.autograd.grad(attn.attend(q, k, v), inputs, grad)
 
-def lengths(argv):
+def lengths(c, csv):
     """Compare one layer's attention at five lengths: print a row for each -> rows of the csv."""
-    _, c = mask_distill.parse([
-        '--masks', 'window:64+sinks:4', '--n-head', '12', '--n-embd', '768', '--block-size', '4096',
-        '--dtype', 'float32', '--threads', '1', *argv])
     device, dtype = mask_distill.pick_device(c)
-    size, csv, rows = c.n_embd // c.heads, figures.HERE / 'runs/lengths.csv', []
-    made = dict(masks=c.masks, heads=c.heads, head_size=size, dtype=dtype, torch=torch.__version__,
+    size, rows = c.n_embd // c.n_head, []
+    made = dict(masks=c.masks, heads=c.n_head, head_size=size, dtype=dtype, torch=torch.__version__,
                 threads=torch.get_num_threads(), machine=compare.processor(device))
-    layers = {kind: turn(mask_distill.SelfAttention(c), kind, c).to(device) for kind in KINDS}
+    layers = {kind: of_kind(kind, mask_distill.SelfAttention, c).to(device) for kind in KINDS}
     print(', '.join(f'{name} {value}' for name, value in made.items()))
     print(f'{"":6}{"peak MiB":>27}{"milliseconds":>27}{"tokens per second":>33}')
     print('tokens' + ''.join(f'{kind:>{n}}' for n in (9, 9, 11) for kind in KINDS))
     for n in (16, 8, 4, 2, 1):
         T, rounds = c.block_size // n, max(3, 2 * n)
-        qkv = [torch.randn(1, c.heads, T, size, dtype=dtype, device=device, requires_grad=True)
+        qkv = [torch.randn(1, c.n_head, T, size, dtype=dtype, device=device, requires_grad=True)
                for _ in range(3)]
         grad = torch.randn_like(qkv[0])
         passes = {kind: partial(both_ways, attn, *qkv, grad) for kind, attn in layers.items()}
@@ -141,26 +132,23 @@ def lengths(argv):
         rows += [dict(case=kind, tokens=T, mib=mib[kind], ms=ms[kind], rounds=rounds, **made)
                  for kind in KINDS]
     compare.write_rows(csv, rows)
-    figures.draw_scaling()
-    print(f'rows are in {csv}, their picture is {figures.HERE}/scaling.png')
+    print(f'rows are in {csv}')
     return rows
 
 # ------------------------------------ DETR's Lasso ------------------------------------
-def lasso(device='cpu', images=2, heads=8, queries=100, tokens=850, size=32):
-    """Each kind in one layer of DETR's size on COCO, forward and backward, in float32 and one
-    thread."""
-    torch.set_num_threads(1)
-    device = torch.device(device)
-    q = torch.randn(images, heads, queries, size, device=device, requires_grad=True)
-    k = torch.randn(images, heads, tokens, size, device=device, requires_grad=True)
-    c, padding = admm_detr.Config(), torch.zeros(images, tokens, dtype=torch.bool, device=device)
-    softmax = torch.nn.MultiheadAttention(heads * size, heads, batch_first=True).to(device)
+def lasso(c, tokens=850):
+    """Each kind in one layer of DETR's size on COCO, forward and backward, in float32."""
+    device, _ = admm_detr.pick_device(c)
+    size = c.hidden_dim // c.nheads
+    q = torch.randn(c.batch_size, c.nheads, c.num_queries, size, device=device, requires_grad=True)
+    k = torch.randn(c.batch_size, c.nheads, tokens, size, device=device, requires_grad=True)
+    softmax = torch.nn.MultiheadAttention(c.hidden_dim, c.nheads, batch_first=True).to(device)
 
     def layer(name):
         if name == 'softmax':
             x, y = q.transpose(1, 2).flatten(2), k.transpose(1, 2).flatten(2)
             return softmax(x, y, y)[0]
-        return admm_detr.ATTENTION[name](q, k, padding, False, c) @ k
+        return admm_detr.ATTENTION[name](c).to(device).coefficients(q, k, k, None) @ k
 
     for name in ('softmax', 'no-weights', 'l2', 'admm', 'admm-vanilla'):
         kept = {}  # for the backward pass: address -> bytes
@@ -172,10 +160,22 @@ def lasso(device='cpu', images=2, heads=8, queries=100, tokens=850, size=32):
         ms = milliseconds({name: lambda: layer(name).sum().backward()}, 5, device)[name]
         print(f'{name:14}{ms:9.1f} ms, {sum(kept.values()) / 2**20:6.1f} MiB kept for backward')
 
+SIZES = {  # flags that others override
+    'masks': '--block-size 1024',
+    'lengths': '--masks window:64+sinks:4 --n-head 12 --n-embd 768 --block-size 4096 '
+               '--dtype float32',
+    'lasso': '--hidden-dim 256 --nheads 8 --num-queries 100 --batch-size 2'}
+
+def main(argv=None):
+    p = compare.parser(__doc__)
+    p.add_argument('what', choices=SIZES)
+    o, flags = compare.read_flags(p, argv)
+    script = admm_detr if o.what == 'lasso' else mask_distill
+    _, c = script.parse([*SIZES[o.what].split(), *flags])
+    torch.set_num_threads(c.threads)
+    if o.what == 'lengths':
+        return lengths(c, o.csv or Path(c.out_dir, 'memory', 'lengths.csv'))
+    return masks(c) if o.what == 'masks' else lasso(c)
+
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['lasso']:
-        lasso(*sys.argv[2:])
-    elif sys.argv[1:2] == ['lengths']:
-        lengths(sys.argv[2:])
-    else:
-        masks(sys.argv[1:])
+    main()

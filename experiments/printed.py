@@ -1,7 +1,7 @@
 r"""The iteration that Optimizing Attention prints, to the letter, for admm_detr.py.
 
-    python experiments/printed.py --cross-attention admm-printed
-    python experiments/compare.py admm_detr --with experiments/printed.py \
+    python experiments/printed.py --cross-attention admm-printed --random-tokens 32
+    python experiments/compare.py admm_detr --with experiments/printed.py --random-tokens 32 \
         --sweep cross_attention=admm,admm-printed,admm-vanilla-printed
 
     --cross-attention       equation
@@ -20,14 +20,12 @@ Likely misprints: with z - mu for x - z in (3a) and x^(k+1) + mu for x^(k) - mu 
 for the Lasso with 2 lambda, which is lasso(...) at twice the sparsity, without over-relaxation. For
 (2) itself the threshold must be lambda / (2 rho).
 
-The paper gives no lambda, rho, number of iterations or of random tokens, and solves and mixes over
-the same tokens, as --solve-over value does. That nearly gives back the query. Padding gets weight,
-as in its Fig. 1. OA's V is K here. Loading this file adds both rows to ATTENTION and does nothing
-else.
+The paper gives no lambda, rho, number of iterations or of random tokens. It solves and mixes over
+the same tokens (--rebuild-from values --mix-random). Padding gets weight, as in its Fig. 1. OA's V
+is K here. Loading this file adds both rows to ATTENTION and does nothing else.
 """
 import functools
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,9 +35,11 @@ import admm_detr as detr
 
 def as_published(q, k, c, is_self=False, vanilla=False, sigma=1e-4):
     """Equations (3) or (4) -> x (B, nh, Q, N).  [OA Eq. 3] [OA Eq. 4]"""
-    lam, rho, _ = detr.scales(q, k, replace(c, positive=False), is_self)
-    threshold = lam / rho
+    largest = detr.without_self(q @ k.mT, is_self).abs().amax(-1, keepdim=True)
+    rho = c.rho * detr.mean_eigenvalue(k)
+    threshold = 2 * c.sparsity * largest / rho  # lambda / rho
     products = q @ k.mT  # (B, nh, Q, N)
+    shrink, _ = detr.PENALTY['l1']
     if vanilla:
         inverse = detr.vanilla_inverse(k, rho)
     else:
@@ -55,20 +55,20 @@ def as_published(q, k, c, is_self=False, vanilla=False, sigma=1e-4):
         new = products + rho * (x - z)  # (3a)
         new = new @ inverse if vanilla else new @ Y / (D.sqrt() + rho) @ Y.mT
         new = detr.without_self(new, is_self).clamp(-1, 1)  # [choice] 1
-        z = detr.soft_threshold(x - mu, threshold)  # (3b), with the old x
+        z = shrink(x - mu, threshold)  # (3b), with the old x
         x, mu = new, mu + new - z  # (3c)
     return x
 
-def admm_as_published(q, k, padding, is_self, c, vanilla=False):
+class Printed(detr.Reconstruction):
     """x of the tokens, padding included, and of random ones, sharpened."""
-    no_padding = torch.zeros_like(padding)
-    tokens = detr.dictionary(k, no_padding, random_tokens=c.random_tokens or 32)  # [choice] 32
-    x = as_published(q, tokens, c, is_self, vanilla)
-    return detr.sharpen(x, c.power)[..., :k.size(2)]
+    def tokens_to_solve_over(self, k, v, padding):
+        tokens = k if self.config.rebuild_from == 'keys' else v
+        return detr.add_random(tokens, self.random)
 
 detr.ATTENTION.update({
-    'admm-printed': admm_as_published,
-    'admm-vanilla-printed': functools.partial(admm_as_published, vanilla=True)})
+    'admm-printed': functools.partial(Printed, solve=as_published),
+    'admm-vanilla-printed': functools.partial(
+        Printed, solve=functools.partial(as_published, vanilla=True))})
 
 if __name__ == '__main__':
     detr.main()

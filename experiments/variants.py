@@ -8,7 +8,7 @@ r"""Three variants from other papers, for attentionx_gpt.py.
     gated           MH * sigmoid(X W_g)                                           arXiv 2505.06708
     laplacian       V - MH in one half of the heads, MH in the other              arXiv 2602.09297
 
-A variant that needs only MH and V is a function; one with its own parameters is a subclass of
+A variant that needs only MH and V is a formula; one with its own parameters is a subclass of
 CausalSelfAttention. Loading this file adds all three to ATTENTION and does nothing else.
 """
 import math
@@ -21,6 +21,11 @@ import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import attentionx_gpt as gpt
+
+def drawn(*shape, std, name):
+    """A tensor of normal numbers, the same ones for the same name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 class Differential(gpt.CausalSelfAttention):
     """(softmax(Q_1 K_1^T / sqrt(hs)) - lambda softmax(Q_2 K_2^T / sqrt(hs))) V, normalised.
@@ -38,9 +43,7 @@ class Differential(gpt.CausalSelfAttention):
     def __init__(self, c, layer):
         super().__init__(c, layer)
         hs = c.n_embd // c.n_head
-        generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} lambda {layer}'.encode()))
-        vectors = torch.empty(4, hs).normal_(0.0, 0.1, generator=generator)
-        self.vectors = nn.Parameter(vectors)  # a_1, b_1, a_2, b_2
+        self.vectors = nn.Parameter(drawn(4, hs, std=0.1, name=f'{c.seed} lambda {layer}'))
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
         self.norm = nn.RMSNorm(2 * hs, eps=1e-5)
 
@@ -48,10 +51,12 @@ class Differential(gpt.CausalSelfAttention):
         """x (B, T, C) -> (B, T, C)."""
         c = self.config
         dropout = c.dropout if self.training else 0.0
-        q, k, v = self.qkv(x)  # (B, nh, T, hs)
-        q1, q2 = q.chunk(2, dim=1)  # (B, nh/2, T, hs)
-        k1, k2 = k.chunk(2, dim=1)
-        v = torch.cat(v.chunk(2, dim=1), dim=3)  # (B, nh/2, T, 2 hs)
+        q, k, v = self.c_attn(x).unflatten(2, (3, c.n_head, -1)).unbind(2)  # (B, T, nh, hs)
+        if c.arch == 'rotary':
+            q, k = gpt.rotate(q), gpt.rotate(k)
+        q1, q2 = q.chunk(2, dim=2)  # (B, T, nh/2, hs)
+        k1, k2 = k.chunk(2, dim=2)
+        v = torch.cat(v.chunk(2, dim=2), dim=3)  # (B, T, nh/2, 2 hs)
         mh1 = gpt.multi_head(q1, k1, v, c.zero_diag, dropout)  # (B, T, nh/2, 2 hs)
         mh2 = gpt.multi_head(q2, k2, v, c.zero_diag, dropout)
         a1, b1, a2, b2 = self.vectors
@@ -67,6 +72,8 @@ class Gated(gpt.CausalSelfAttention):
     def __init__(self, c, layer):
         super().__init__(c, layer)
         self.c_gate = nn.Linear(c.n_embd, c.n_embd, bias=False)  # W_g
+        name = f'{c.seed} transformer.h.{layer}.attn.c_gate.weight'
+        self.c_gate.weight = nn.Parameter(drawn(c.n_embd, c.n_embd, std=0.02, name=name))
 
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""

@@ -1,0 +1,133 @@
+r"""What attention passes on, layer by layer: how long it is and where it points.  [BF Fig. 3]
+
+    python experiments/diagnose.py out/attentionx_gpt/tiny    # a table of a run's best weights
+    python experiments/compare.py attentionx_gpt --diagnose --sweep attention=softmax,belief
+
+The second writes these figures to the log of every run, at every evaluation. They are means: over
+the tokens of eight validation windows (GPT), or over the class tokens of the first 64 validation
+images (ViT), as in BF's Fig. 3. The model is watched from outside: any row of ATTENTION works.
+
+    mh, update          lengths of MH and of the row's update, which is what enters W^o
+    mh_out, update_out  lengths after W^o, without its bias. BeliefFormer*'s update is there
+                        Delta W^o + Delta_s W^s  [BF Eq. 15]
+    cos_mh, cos_update  cosines of these two with X, the input of the layer
+    cos2_mh, ...        squared cosines: shares of MH and of the update that point along X
+    alpha               <MH,V> / <V,V>, 0 where V = 0
+    longer              share of tokens whose MH - V is longer than MH: there alpha < 1/2
+    gamma               if it is learned
+
+A class of ATTENTION that does not call `heads` has no MH, and lacks the figures with that.
+"""
+import argparse
+import copy
+import importlib
+import math
+import runpy
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+def figures(x, out, update=None, mh=None, v=None, W=None):
+    """Tensors (B, T, C) of a layer -> {name: a value for every token}."""
+    found = {} if mh is None else dict(mh=mh.norm(dim=-1))
+    if update is not None:
+        found['update'] = update.norm(dim=-1)
+    vectors = dict(mh=(mh @ W).to(x), update=out) if mh is not None else dict(update=out)
+    found.update({f'{name}_out': vector.norm(dim=-1) for name, vector in vectors.items()})
+    cosines = {name: F.cosine_similarity(vector, x, -1) for name, vector in vectors.items()}
+    found.update({f'cos_{name}': cosine for name, cosine in cosines.items()})
+    found.update({f'cos2_{name}': cosine.square() for name, cosine in cosines.items()})
+    if mh is not None:
+        found['alpha'] = (mh * v).sum(-1) / (v * v).sum(-1).clamp_min(1e-30)
+        found['longer'] = (found['alpha'] < 0.5).to(x)
+    return found
+
+def watch(block, tokens, note):
+    """Call note(figures) whenever the block's attention has run -> hooks, to be removed."""
+    attn, seen = block.attn, {}
+    proj = attn.c_proj if hasattr(attn, 'c_proj') else attn.proj  # W^o
+
+    def heads(x):  # in place of the method, which it calls
+        seen['mh'], seen['v'] = mh, v = type(attn).heads(attn, x)
+        return mh, v
+
+    def ended(module, args, out):
+        x = seen.pop('x')[:, tokens]
+        out = out if proj.bias is None else out - proj.bias
+        rest = {name: t.flatten(2)[:, tokens].to(x) for name, t in seen.items()}
+        note(figures(x, out[:, tokens].to(x), W=proj.weight.T, **rest))
+        seen.clear()
+
+    attn.heads = heads
+    return [block.register_forward_pre_hook(lambda module, args: seen.update(x=args[0])),
+            proj.register_forward_pre_hook(lambda module, args: seen.update(update=args[0])),
+            attn.register_forward_hook(ended)]
+
+@torch.no_grad()
+def diagnose(model, evaluate, data, c, device):
+    """{'0.mh': the mean length of MH in layer 0, ...}, watched during evaluate."""
+    is_gpt = hasattr(model, 'transformer')
+    blocks = model.transformer.h if is_gpt else model.blocks
+    tokens = slice(None) if is_gpt else slice(1)  # of a ViT the class token
+    found, hooks = defaultdict(list), []
+    for i, block in enumerate(blocks):
+        def note(values, i=i):
+            for name, x in values.items():
+                found[f'{i}.{name}'].append(x.flatten())
+        hooks += watch(block, tokens, note)
+    few = copy.copy(data)
+    if not is_gpt:
+        few.val = [x[:64] for x in data.val]
+    try:
+        evaluate(model, few, replace(c, eval_rows=8 if is_gpt else 0), device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for block in blocks:
+            del block.attn.heads
+    means = {name: torch.cat(values).mean().item() for name, values in found.items()}
+    for i, block in enumerate(blocks):
+        gamma = getattr(block.attn, 'gamma', None)
+        if isinstance(gamma, nn.Parameter):
+            means[f'{i}.gamma'] = gamma.mean().item()
+    return means
+
+def logged(script):
+    """A patch of the script: evaluate also finds these figures."""
+    plain = script.evaluate
+    def evaluate(model, data, c, device):
+        return {**plain(model, data, c, device), **diagnose(model, plain, data, c, device)}
+    return patch.object(script, 'evaluate', evaluate)
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('run', type=Path, help='a folder with best.pt')
+    p.add_argument('--with', dest='extra', help='the Python file that adds its row of ATTENTION')
+    o = p.parse_args(argv)
+    if not (o.run / 'best.pt').exists():
+        p.error(f'there is no {o.run / "best.pt"}')
+    settings = torch.load(o.run / 'best.pt', map_location='cpu', weights_only=True)['config']
+    name = 'attentionx_gpt' if 'n_embd' in settings else 'belief_vit'
+    script = importlib.import_module(name)
+    if o.extra:
+        runpy.run_path(o.extra)
+    model, _ = script.load_run(script.Config(folder=str(o.run)))
+    c, device = model.config, next(model.parameters()).device
+    found = diagnose(model, script.evaluate, script.load_data(c), c, device)
+    names = list(dict.fromkeys(name.partition('.')[2] for name in found))
+    print('layer' + ''.join(f'{name:>12}' for name in names))
+    for i in sorted({int(name.partition('.')[0]) for name in found}):
+        print(f'{i:5}' + ''.join(f'{found.get(f"{i}.{name}", math.nan):12.4f}' for name in names))
+    return found
+
+if __name__ == '__main__':
+    main()
