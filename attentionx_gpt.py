@@ -21,20 +21,20 @@ keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
     [AX1 Eq. 9]     Phi = gamma V - MH,         0 < gamma <= 1                attentionx-v1
     [choice]        Phi, where each head learns its gamma                     attentionx-learned
     [BF Eq. 10]     Delta = MH - alpha V,       alpha = <MH,V> / <V,V>        belief
-    [BF Eq. 13]     Delta_s, head m of which is MH_m - beta_m V_m,
+    [BF Eq. 13]     Delta_s: in head m, MH_m - beta_m V_m,
                     beta_m = <MH_m,V_m> / <V_m,V_m>                           belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s, with a second matrix W^s         belief-star
     [AX2 Sec. 4]    gamma is 3; with --zero-diag 1 [AX2 Sec. 3.2]; in the
                     first version 0.5 [AX1 Sec. 4.2]                          default_gamma
 
-<a,b> is the dot product at one token: of all its channels in Eq. 10, of head m's in Eq. 13. Since
-gamma V - MH = gamma (V - MH / gamma), attentionx-v1 with gamma is attentionx with 1 / gamma but for
-a factor that W^o can learn. They train differently.
+<a,b> is the dot product at one token: of all its channels in BF Eq. 10, of head m's in BF Eq. 13.
+Since gamma V - MH = gamma (V - MH / gamma), attentionx-v1 with gamma is attentionx with 1 / gamma,
+but for a factor that W^o can learn. They train differently.
 
     python attentionx_gpt.py                              # train: a minute on two cores, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
     python attentionx_gpt.py sample --prompt "def main("  # the newest run continues a text
-    python attentionx_gpt.py --preset t4 --resume         # run it again: it continues
+    python attentionx_gpt.py --preset t4 --resume         # start or, after a stop, continue
     python attentionx_gpt.py --help                       # every setting
 
 The first two end with validation losses of 1.643 and 1.676 nats per byte (on Python 3.11's standard
@@ -66,7 +66,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT, CODE = 'attentionx_gpt', b''
-if '__file__' in globals():  # it is not where the script was pasted into a notebook
+if '__file__' in globals():  # it is missing where the script was pasted into a notebook
     SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
@@ -174,7 +174,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # which with 1 would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it is softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4]
 
@@ -421,7 +421,7 @@ def make_model(c, meta):
         fail(f'--vocab-size {c.vocab_size}: the data have {meta["vocab_size"]} tokens')
     model = GPT(replace(c, vocab_size=c.vocab_size or meta['vocab_size']))
     if c.init and not c.resume:
-        load_weights(model, c.init, heads='n_head', optional='c_proj_s|gamma')  # add yours
+        load_weights(model, c.init, heads='n_head', optional='c_proj_s|gamma')  # add your names
     return model
 
 def make_optimizer(model, c):
@@ -437,7 +437,7 @@ def make_optimizer(model, c):
 def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a window fits
-    size = c.grad_accum_steps, c.batch_size  # 2 micro-batches of 32 are the windows of 1 of 64
+    size = c.grad_accum_steps, c.batch_size  # 2 micro-batches of 32 have the windows of 1 of 64
     starts = np.random.default_rng([c.seed, step]).integers(n, size=size)
     return windows(data.train, starts[micro_step], c, device)
 
@@ -483,8 +483,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale. So only
-    # a scale of 1 is an error, which it always is in other dtypes.
+    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
+    # error until the scale is 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -616,12 +616,13 @@ def pick_device(c):
     return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range. In float32 both
+    change nothing."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 def save(folder, name, state):
-    """Write a checkpoint. If it fails or is killed meanwhile, the old one is still there."""
+    """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # for a full disk torch.save has an error of its own
         torch.save(state, buffer)
@@ -643,8 +644,8 @@ def load(path):
 
 def load_weights(model, path, heads, optional):
     """Load a checkpoint into a model. Parameters whose names match the pattern `optional` may be
-    missing on either side. `heads` names the setting for the number of heads: another number would
-    change no shape, so it is compared."""
+    missing on either side. `heads` names the setting for the number of heads: a wrong one would
+    raise no error, so it is compared."""
     saved, ours = load(path), getattr(model.config, heads)
     theirs = saved['config'].get(heads, ours)
     if theirs != ours:
@@ -811,7 +812,7 @@ def main(argv=None):
         sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
     try:
         return ACTIONS[action](c)
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt as error:  # it may say how to continue
         print(f'\nstopped{error}')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan

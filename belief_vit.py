@@ -19,29 +19,32 @@ node keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
     equation        what reaches the output projection W^o                    --attention
     [BF Eq. 9]      MH                                                        softmax
     [BF Eq. 10]     Delta = MH - alpha V,       alpha = <MH,V> / <V,V>        belief
-    [BF Eq. 13]     Delta_s, head m of which is MH_m - beta_m V_m,
+    [BF Eq. 13]     Delta_s: in head m, MH_m - beta_m V_m,
                     beta_m = <MH_m,V_m> / <V_m,V_m>                           belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s, with a second matrix W^s         belief-star
     [AX2 Eq. 10]    Phi = V - gamma MH,         gamma >= 1                    attentionx
-    [choice]        Phi, where each head learns its gamma                     attentionx-learned
     [AX1 Eq. 9]     Phi = gamma V - MH,         0 < gamma <= 1                attentionx-v1
+    [choice]        Phi, where each head learns its gamma                     attentionx-learned
+    [AX2 Sec. 3.2]  gamma is 1 with zero_diag, without it 3 [choice]; in
+                    the first version 1 [AX1 Sec. 4.1]                        default_gamma
+    [BF Sec. 5.3]   the papers' optimiser, SET-Adam [SA]                      SETAdam
 
-<a,b> is the dot product at one token: of all its channels in Eq. 10, of head m's in Eq. 13.
+<a,b> is the dot product at one token: of all its channels in BF Eq. 10, of head m's in BF Eq. 13.
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, on the same batches
     python belief_vit.py predict --images *.jpg   # the newest run classifies photos
-    python belief_vit.py --preset t4 --resume     # run it again: it continues
+    python belief_vit.py --preset t4 --resume     # start or, after a stop, continue
     python belief_vit.py --help                   # every setting
 
-The first gets 96.4 % of 2,000 drawn shapes right (one seed; 95.5 % on another CPU), a linear model
-on the same pixels 26.2 %. To try a formula of your own, add a row to ATTENTION.
+The first command gets 96.4 % of 2,000 drawn shapes right (one seed; 95.5 % on another CPU), a
+linear model on the same pixels 26.2 %. To try a formula of your own, add a row to ATTENTION.
 
 Two presets are the papers' models: vit-small is that of vision-transformers-cifar10,
 deit-small-local that of efficient-vit-training. With the originals' weights they give the
 originals' logits, to 1e-6. [deviation] We leave out efficient-vit-training's EMA, RandAugment,
 random erasing, repeated augmentation and unused parameters, and train the position embeddings,
-which it never changes.
+which it keeps fixed.
 """
 import argparse
 import csv
@@ -69,7 +72,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT, CODE = 'belief_vit', b''
-if '__file__' in globals():  # it is not where the script was pasted into a notebook
+if '__file__' in globals():  # it is missing where the script was pasted into a notebook
     SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
@@ -91,10 +94,11 @@ def multi_head(q, k, v, zero_diag=False):
     #     scores = q @ k.mT / hs ** 0.5                                    # (B, nh, T, T)
     #     itself = torch.eye(T, dtype=torch.bool)                          # with zero_diag
     #     mh = scores.masked_fill(itself, -math.inf).softmax(-1) @ v       # (B, nh, T, hs)
-    others = None
+    seen = None  # all tokens
     if zero_diag:
-        others = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)  # (T, T)
-    return F.scaled_dot_product_attention(q, k, v, others).transpose(1, 2)
+        seen = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)  # (T, T)
+    mh = F.scaled_dot_product_attention(q, k, v, seen)
+    return mh.transpose(1, 2)
 
 def orthogonal(mh, v):
     """MH - alpha V, the part of MH orthogonal to V, with alpha = <MH,V> / <V,V> over the last
@@ -115,7 +119,7 @@ class Attention(nn.Module):
         hs = c.head_size or c.embed_dim // c.num_heads
         self.qkv = nn.Linear(c.embed_dim, 3 * c.num_heads * hs, bias=c.model == 'deit')
         self.proj = nn.Linear(c.num_heads * hs, c.embed_dim)  # W^o
-        if c.model == 'shifted':  # the logarithm of a learned scale
+        if c.model == 'shifted':  # attention's scale, learned as its logarithm
             self.temperature = nn.Parameter(torch.tensor(math.log(hs ** -0.5)))
 
     def heads(self, x):
@@ -123,7 +127,7 @@ class Attention(nn.Module):
         c = self.config
         q, k, v = self.qkv(x).chunk(3, dim=2)  # (B, T, nh hs)
         q, k, v = [t.unflatten(2, (c.num_heads, -1)) for t in (q, k, v)]  # (B, T, nh, hs)
-        if c.model == 'shifted':  # softmax(scale QK^T): multi_head's 1 / sqrt(hs) cancels
+        if c.model == 'shifted':  # softmax(scale QK^T) V: sqrt(hs) undoes multi_head's division
             q = q * (self.temperature.exp() * q.size(3) ** 0.5)
         return multi_head(q, k, v, c.zero_diag), v
 
@@ -153,7 +157,7 @@ class BeliefStar(Attention):
 
     def forward(self, x):
         nh = self.config.num_heads
-        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, nh hs); first, for the last bits
+        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, nh hs), first for the same last bits
         delta = orthogonal(mh, v)
         delta_s = orthogonal(mh.unflatten(2, (nh, -1)), v.unflatten(2, (nh, -1)))  # (B, T, nh, hs)
         return self.proj(delta) + self.proj_s(delta_s.flatten(2))
@@ -179,7 +183,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # which with 1 would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it is softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -188,9 +192,9 @@ class SETAdam(torch.optim.Optimizer):
 
     With Adam's moments m and v of a tensor of d entries, in step t:
         shrink = (sum v)^2 / (d sum v^2)            1 where all v are equal, 1/d where one dominates
-        w = sqrt(shrink v / (1 - beta2^t) + eps)    below Adam's root, so steps are larger
+        w = sqrt(shrink v / (1 - beta2^t) + eps)    smaller than Adam's, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
-    A tensor is a PyTorch parameter: separate ones for q, k and v would train differently.
+    A tensor is one parameter of the model: three for q, k and v would train differently.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -209,8 +213,9 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                unit = v / v.max().clamp_min(1e-37)  # the same shrink, and no overflow
-                shrink = unit.sum().square() / (v.numel() * unit.square().sum().clamp_min(1.0))
+                unit = v / v.max().clamp_min(1e-37)  # shrink stays the same, without overflow
+                squares = unit.square().sum().clamp_min(1.0)  # it is below 1 only if v = 0
+                shrink = unit.sum().square() / (v.numel() * squares)
                 w = (shrink * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
                 update = m / (w - group['tau'] * w.min())
                 p.sub_(update * (group['lr'] / (1 - beta1 ** t)))
@@ -222,7 +227,7 @@ class Config:
     A field of yours is an int, float, str, bool or Literal; `= None` means not set."""
     # the papers' method
     attention: str = 'belief'      # a row of ATTENTION
-    gamma: float = None            # default: 3; with zero_diag, and of attentionx-v1, 1
+    gamma: float = None            # default: 3; with zero_diag 1; of attentionx-v1 1
     zero_diag: bool = True         # no token attends to itself [AX2 Sec. 3.2]
     # model
     # shifted: patches also see shifted images, and attention learns a scale, arXiv 2112.13492
@@ -240,12 +245,12 @@ class Config:
     init: str = ''                 # weights to start from: a run's best.pt, or prepare_data.py's
     # data
     data: str = 'builtin'          # a folder in data/, or builtin: drawn shapes
-    val_fraction: float = 0.1      # of the training images, where data have no val.npz
+    val_fraction: float = 0.1      # of the training images, if the data have no val.npz
     flip: bool = True              # mirror half of the images in training
-    randaugment: Literal['none', 'paper', 'fixed'] = 'none'  # fixed: smaller shifts
+    randaugment: Literal['none', 'paper', 'fixed'] = 'none'  # fixed shifts less than paper
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread evenly over the classes
-    first_size: int = 0            # side of images at first; they grow to image_size; 0: fixed
+    first_size: int = 0            # side of the first images; it grows to image_size; 0: no growth
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
@@ -254,18 +259,18 @@ class Config:
     optimizer: Literal['adamw', 'set-adam'] = 'adamw'  # the papers have set-adam
     learning_rate: float = 4e-3    # at its peak
     min_lr_ratio: float = 0.0      # final cosine rate / learning_rate; 1 keeps it constant
-    warmup_iters: int = 50         # steps before the cosine
+    warmup_iters: int = 50         # steps until the rate is at its peak; fewer for a short trial
     weight_decay: float = 0.05     # AdamW's, on matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations and checkpoints; 0: only at the end
-    eval_rows: int = 0             # validation images; 0 for all
+    eval_rows: int = 0             # validation images, the same ones every time; 0: all
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of matmuls in training
     # machine
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: PyTorch's choice
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue this command's newest run, or start one
+    resume: bool = False           # continue this command's last run, or start one
     out_dir: str = 'out'           # where runs are written
     # predict
     folder: str = ''               # a run's folder; default: the newest
@@ -285,7 +290,7 @@ VIT_SMALL = dict(embed_dim=512, depth=6, num_heads=8, mlp_dim=512, dropout=0.1)
 DEIT_SMALL = dict(model='deit', zero_diag=False, image_size=224, patch_size=16, embed_dim=384,
                   depth=12, num_heads=6, mlp_dim=1536)
 PRESETS = {
-    'tiny': {}, 'vit-small': VIT_SMALL,  # these four are models; their training is Config's
+    'tiny': {}, 'vit-small': VIT_SMALL,  # these four choose a model, and nothing else
     'deit-small': DEIT_SMALL, 'deit-small-local': dict(DEIT_SMALL, model='deit-local'),
     't4': dict(VIT_SMALL, data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=256, grad_accum_steps=2, learning_rate=5e-4, warmup_iters=200,
@@ -329,7 +334,7 @@ class ShiftedPatchEmbed(nn.Module):
         # padding on the left, right, top and bottom; -1 cuts a column or row off
         shifts = [(0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1)]
         x = torch.cat([F.pad(images, shift) for shift in shifts], dim=1)  # (B, 15, H, W)
-        x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 15, h, p, w, p)
+        x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 15, h, p, w, p), h = H / p
         x = x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, h w, p p 15)
         return self.proj(self.norm(x))
 
@@ -354,9 +359,9 @@ class LocalMlp(nn.Module):
 
     def forward(self, x):
         g = math.isqrt(x.size(1) - 1)  # patches in a row: T = 1 + g g
-        x = F.hardswish(self.fc1(x[:, 1:])).mT.unflatten(2, (g, g))  # (B, D, g, g)
+        x = F.hardswish(self.fc1(x[:, 1:])).mT.unflatten(2, (g, g))  # (B, D, g, g), D = mlp_dim
         x = F.hardswish(self.conv(x)).flatten(2).mT  # (B, g g, D)
-        return F.pad(self.fc2(x), (0, 0, 1, 0))  # (B, T, C)
+        return F.pad(self.fc2(x), (0, 0, 1, 0))  # (B, T, C), 0 for the class token
 
 def make_norm(c):
     return nn.LayerNorm(c.embed_dim, eps=1e-5 if c.model == 'shifted' else 1e-6)
@@ -368,10 +373,10 @@ class Block(nn.Module):
         attention = variant if isinstance(variant, type) else Attention
         self.norm1 = make_norm(c)
         self.attn = attention(c, layer)
-        self.drop = nn.Dropout(c.dropout)
         self.norm2 = make_norm(c)
         self.mlp = LocalMlp(c) if c.model == 'deit-local' else Mlp(c)
-        self.drop_path = c.drop_path * layer / max(1, c.depth - 1)
+        self.drop = nn.Dropout(c.dropout)
+        self.drop_path = c.drop_path * layer / max(1, c.depth - 1)  # this block's chance
 
     def stochastic_depth(self, branch):
         """In training, skip the branch for some of the images."""
@@ -393,17 +398,17 @@ def resize_positions(pos, g):
     patches = F.interpolate(patches, (g, g), mode='bicubic').flatten(2).mT  # (1, g g, C)
     return torch.cat([pos[:, :1], patches], dim=1)  # the class token's stays
 
-MODELS = {  # what their class token and positions, matrices, and biases start from
+FILL = {  # initialise p, a parameter of a layer with n inputs
+    'zero': lambda p, n, rng: p.zero_(),
+    'normal': lambda p, n, rng: p.normal_(generator=rng),
+    'truncated': lambda p, n, rng: nn.init.trunc_normal_(p, std=0.02, generator=rng),
+    'xavier': lambda p, n, rng: nn.init.xavier_normal_(p, generator=rng),
+    'uniform': lambda p, n, rng: p.uniform_(-n ** -0.5, n ** -0.5, generator=rng),  # PyTorch's own
+}
+MODELS = {  # rows of FILL for class token and positions, for weights, and for biases
     'shifted': dict(token='normal', weight='uniform', bias='uniform'),
     'deit': dict(token='truncated', weight='truncated', bias='zero'),
     'deit-local': dict(token='xavier', weight='xavier', bias='uniform'),
-}
-FILL = {  # a parameter of a layer with n inputs, by the random generator g
-    'zero': lambda p, n, g: p.zero_(),
-    'normal': lambda p, n, g: p.normal_(generator=g),
-    'truncated': lambda p, n, g: nn.init.trunc_normal_(p, std=0.02, generator=g),
-    'xavier': lambda p, n, g: nn.init.xavier_normal_(p, generator=g),
-    'uniform': lambda p, n, g: p.uniform_(-n ** -0.5, n ** -0.5, generator=g),  # PyTorch's own
 }
 
 class ViT(nn.Module):
@@ -420,26 +425,29 @@ class ViT(nn.Module):
         self.norm = make_norm(c)
         self.head = nn.Linear(c.embed_dim, num_classes)
         for name, p in self.named_parameters():
-            layer = name.split('.')[-2:][0]  # qkv of blocks.0.attn.qkv.weight; or cls_token
-            if layer in 'cls_token pos_embed qkv proj proj_s fc1 conv fc2 head'.split():
+            layer = name.rpartition('.')[0].rpartition('.')[2]  # qkv of blocks.0.attn.qkv.weight
+            if name in ('cls_token', 'pos_embed') or layer in (
+                    'qkv', 'proj', 'proj_s', 'fc1', 'conv', 'fc2', 'head'):
                 self.init_parameter(name, p)
             # a parameter of another name, such as gamma or yours, keeps the value it was made with
 
     @torch.no_grad()
     def init_parameter(self, name, p):
         """Initialise p from the seed and its name alone: what variants share starts equal."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        start = MODELS[self.config.model]
+        c = self.config
+        rng = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         module, _, kind = name.rpartition('.')  # blocks.0.attn.qkv, weight
         if not module:  # cls_token, pos_embed
-            return FILL[start['token']](p, 0, generator)
+            FILL[MODELS[c.model]['token']](p, None, rng)
+            return
         layer = self.get_submodule(module)
-        how = 'uniform' if isinstance(layer, nn.Conv2d) else start[kind]
-        for part in p.chunk(3 if how == 'xavier' and 'qkv' in module else 1):  # q, k and v
-            FILL[how](part, layer.weight[0].numel(), generator)
+        how = 'uniform' if isinstance(layer, nn.Conv2d) else MODELS[c.model][kind]
+        parts = p.chunk(3) if how == 'xavier' and 'qkv' in module else [p]  # q, k and v
+        for part in parts:
+            FILL[how](part, layer.weight[0].numel(), rng)
 
     def forward(self, images):
-        """Normalised images (B, 3, S, S) of whole patches -> logits (B, classes)."""
+        """Normalised images (B, 3, S, S), S a multiple of patch_size -> logits (B, classes)."""
         x = self.patch_embed(images)  # (B, g g, C)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)  # (B, T, C)
         g = images.size(2) // self.config.patch_size
@@ -454,8 +462,8 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-# About how far (x, y) is outside of a shape; inside, it is negative. The unit is half the size of a
-# shape. One more shape changes all drawings.
+# About the distance of (x, y) from a shape, negative inside, in halves of the shape's size.
+# One more row changes all drawings.
 SHAPES = {
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
     'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
@@ -480,11 +488,11 @@ def draw_shapes(n, seed):
     row = column[:, None]
     for image, label in zip(images, labels):
         half, angle = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # half the size, in pixels
-        right, down = rng.uniform(half - 15, 15 - half, 2)  # of the middle, in pixels
+        right, down = rng.uniform(half - 15, 15 - half, 2)  # of the shape's middle, in pixels
         x, y = (15.5 * column - right) / half, (15.5 * row - down) / half
         cos, sin = math.cos(angle), math.sin(angle)
         distance = shapes[label](cos * x + sin * y, cos * y - sin * x)  # (32, 32)
-        cover = np.clip(0.5 - half * distance, 0, 1)  # of a pixel by the shape
+        cover = np.clip(0.5 - half * distance, 0, 1)  # share of each pixel inside the shape
         paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
         light_x, light_y = rng.uniform(-40, 40, (2, 3, 1, 1))
         light = light_x * column + light_y * row  # (3, 32, 32)
@@ -558,8 +566,8 @@ def open_photo(path, size=None, bits=8):
     return photo.convert('RGB')
 
 def read_photo(path, size, bits, crop=None):
-    """A photo -> (3, size, size) uint8: its centre, as ImageNet's evaluation has it, or a part that
-    four random numbers choose: 8 to 100 % of its area, with an aspect of 3:4 to 4:3."""
+    """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or a part that
+    `crop`, four random numbers, chooses: 8 to 100 % of its area, with an aspect of 3:4 to 4:3."""
     photo = open_photo(path, None, bits)
     width, height = photo.size
     if crop is None:
@@ -574,31 +582,28 @@ def read_photo(path, size, bits, crop=None):
     photo = photo.resize((size, size), box=(left, top, left + w, top + h))  # bicubic
     return np.asarray(photo).transpose(2, 0, 1)
 
-def read_images(images, size, meta):
-    """Images as load_data gives them -> bytes (B, 3, H, W): of photos, their centres."""
-    if images.ndim > 1:
-        return images
-    bits = meta.get('bits', 8)
-    return np.stack(list(POOL.map(lambda path: read_photo(path, size, bits), images)))
-
 def normalise(images, size, meta, device='cpu'):
-    """Bytes (B, 3, H, W) -> (B, 3, size, size) float32 of mean 0 and standard deviation 1."""
+    """Images as load_data gives them -> (B, 3, size, size) float32 of mean 0 and standard deviation
+    1. Of photos it reads the centres."""
+    if images.ndim == 1:
+        bits = meta.get('bits', 8)
+        images = np.stack(list(POOL.map(lambda path: read_photo(path, size, bits), images)))
     colours = torch.tensor([meta['mean'], meta['std']], device=device)
-    mean, std = 255 * colours[:, :, None, None]  # of bytes, (3, 1, 1)
+    mean, std = 255 * colours[:, :, None, None]  # of bytes, both (3, 1, 1)
     x = (torch.from_numpy(images).to(device).float() - mean) / std
     if x.shape[2:] != (size, size):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
 def randaugment(image, which, sign, at_y, at_x, policy):
-    """One of 16 operations on a Pillow image, at strength 14/30, by four random numbers. By policy
-    `paper`, as in vision-transformers-cifar10, two of them shift by 47 pixels, which turns 23.4 %
-    of 32-pixel images black; by `fixed` they shift in proportion to the image."""
+    """One of 16 operations on a Pillow image, at strength 14/30. Four random numbers choose. In
+    policy `paper`, that of vision-transformers-cifar10, two of them shift by 47 pixels, which turns
+    23.4 % of 32-pixel images black; in `fixed` they shift in proportion to the image."""
     from PIL import Image, ImageEnhance as enhance, ImageOps as ops
     width, height = image.size
     strength = 14 / 30
     signed = strength if sign < 0.5 else -strength
-    # pixels: the original's, meant for images of 224, or timm's
+    # in pixels: the original's, meant for images of 224, or timm's
     far_x, far_y = (100, 100) if policy == 'paper' else (0.45 * width, 0.45 * height)
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
@@ -633,7 +638,7 @@ def randaugment(image, which, sign, at_y, at_x, policy):
 def augment(x, chance, c, size, bits):
     """The path of a photo -> a random part of it (3, size, size); an image (3, H, W) -> the same,
     shifted by up to 4 pixels each way. c.randaugment changes it, c.flip mirrors half of all.
-    `chance` are random numbers, from 0 to 1."""
+    `chance`: its random numbers, from 0 to 1."""
     photo = isinstance(x, str)
     if photo:
         area, aspect, right, down, mirror, *dice = chance
@@ -659,7 +664,7 @@ def mix(images, rng):
     if rng.random() < 0.5:
         lam = rng.beta(0.8, 0.8)
         return other.lerp(images, lam), lam
-    half, centre = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2, rng.random(2)  # of a box, in images
+    half, centre = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2, rng.random(2)  # of a box, in image sides
     corners = np.clip([centre - half, centre + half], 0, 1) * size
     (top, left), (bottom, right) = corners.round().astype(int)
     mixed = images.clone()
@@ -675,11 +680,11 @@ def get_batch(data, c, step, micro_step, device):
     (B, 3, size, size), labels (B,), and lam, the share that each image keeps of itself."""
     images, labels = data.train
     n, photos, bits = len(labels), images.ndim == 1, data.meta.get('bits', 8)
-    step_size = c.grad_accum_steps * c.batch_size  # 2 micro-batches of 32 are the images of 1 of 64
-    begin = step * step_size  # in an endless sequence of shuffled epochs
-    rows = range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size)  # of this step
+    step_size = c.grad_accum_steps * c.batch_size  # 2 of 32 hold the images of 1 of 64
+    begin = step * step_size  # the step's first image, counted over all epochs
+    rows = range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size)  # in this step
     index = [shuffled(c.seed, (begin + row) // n, n)[(begin + row) % n] for row in rows]
-    numbers = 13 if photos and c.randaugment != 'none' else 11  # of an image: enough for augment
+    numbers = 13 if photos and c.randaugment != 'none' else 11  # random ones for each image
     chance = stream('chance', c.seed, step).random((step_size, numbers))
     growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
     size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
@@ -687,7 +692,9 @@ def get_batch(data, c, step, micro_step, device):
     x = apply(lambda i, row: augment(images[i], chance[row], c, size, bits), index, rows)
     x = normalise(np.stack(list(x)), size, data.meta, device)
     y = torch.from_numpy(labels[index]).to(device)
-    x, lam = mix(x, stream('mix', c.seed, step, micro_step)) if c.mix else (x, 1.0)
+    lam = 1.0
+    if c.mix:
+        x, lam = mix(x, stream('mix', c.seed, step, micro_step))
     return x, y, lam
 
 # ------------------------------------ training ------------------------------------
@@ -695,7 +702,7 @@ def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = ViT(c, len(meta['classes']))
     if c.init and not c.resume:
-        load_weights(model, c.init, heads='num_heads', optional='^head|proj_s|gamma')  # add yours
+        load_weights(model, c.init, heads='num_heads', optional='^head|proj_s|gamma')  # add names
     return model
 
 def fitted(weights, model):
@@ -708,7 +715,7 @@ def fitted(weights, model):
     return weights
 
 def make_optimizer(model, c):
-    """SET-Adam or AdamW. AdamW's weight decay is for matrices and kernels, named `weight`, only."""
+    """SET-Adam or AdamW. AdamW's weight decay is for matrices and kernels named `weight` only."""
     if c.optimizer == 'set-adam':
         return SETAdam(model.parameters(), c.learning_rate)
     matrices, others = [], []
@@ -717,10 +724,10 @@ def make_optimizer(model, c):
         group.append(p)
     groups = [dict(params=matrices, weight_decay=c.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=c.learning_rate)  # betas 0.9 and 0.999, as SET-Adam's
+    return torch.optim.AdamW(groups, lr=c.learning_rate)  # betas are SET-Adam's, too: 0.9 and 0.999
 
 def loss_of(net, batch, c):
-    """Cross-entropy of a micro-batch, in nats per image."""
+    """The loss of a micro-batch, in nats per image."""
     images, labels, lam = batch
     logits = net(images)  # (B, K)
     loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
@@ -732,11 +739,11 @@ def loss_of(net, batch, c):
 @torch.no_grad()
 def loss_and_accuracy(model, images, labels, meta, device):
     """Loss in nats per image, and the share of images that the model gets right. It computes in
-    float32, whatever c.dtype is, so that all such figures can be compared."""
+    float32, whatever c.dtype is, so that runs can be compared."""
     c, loss, correct = model.config, 0.0, 0
     for i in range(0, len(labels), c.batch_size):
         rows = slice(i, i + c.batch_size)
-        x = normalise(read_images(images[rows], c.image_size, meta), c.image_size, meta, device)
+        x = normalise(images[rows], c.image_size, meta, device)
         y = torch.from_numpy(labels[rows]).to(device)
         logits = model(x)  # (B, K)
         loss += F.cross_entropy(logits, y, reduction='sum').item()
@@ -774,8 +781,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale. So only
-    # a scale of 1 is an error, which it always is in other dtypes.
+    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
+    # error until the scale is 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -853,21 +860,21 @@ def report(c, model, log, folder, data):
     """Print the result beside a linear model's and the majority class's, and draw the curves."""
     images, labels = data.test
     model.load_state_dict(load(folder / 'best.pt')['model'])  # until now it has the last weights
-    _, best = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
+    _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     majority = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
-          f'best weights {best:.1%}\n        (a linear model on the same pixels: '
+          f'best weights {accuracy:.1%}\n        (a linear model on the same pixels: '
           f'{linear_accuracy(data):.1%}, always the majority class: {majority:.1%})')
     draw_curves(folder, log, {'training loss (nats per image)': 'loss',
                               'validation accuracy (0 to 1)': 'val_acc'})
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-          f'next    python {SCRIPT}.py predict --folder {folder} --images PHOTO ...')
+          f'next    python {SCRIPT}.py predict --folder "{folder}" --images PHOTO ...')
 
 def linear_accuracy(data):
     """Test accuracy of ridge regression on the pixels of up to 10,000 images, evenly spread."""
     def pixels_and_labels(images, labels):
         rows = spread(len(labels), 10000)
-        x = normalise(read_images(images[rows], 32, data.meta), 32, data.meta).flatten(1)
+        x = normalise(images[rows], 32, data.meta).flatten(1)
         return F.pad(x, (0, 1), value=1.0), torch.from_numpy(labels[rows])  # a 1 for the bias
     x, y = pixels_and_labels(*data.train)  # (N, 3 32^2 + 1), (N,)
     test_x, test_y = pixels_and_labels(*data.test)
@@ -885,20 +892,17 @@ def predict(c):
         fail('predict needs --images PHOTO ...')
     model, meta = load_run(c)
     size, answers = model.config.image_size, {}
-    for i in range(0, len(photos), c.batch_size):
-        batch = {}
-        for photo in photos[i:i + c.batch_size]:
-            try:
-                batch[str(photo)] = read_photo(photo, size, meta.get('bits', 8))
-            except Exception as error:  # Pillow has half a dozen
-                print(f'note    {photo} cannot be read: {error}')
-        if not batch:
+    for path in map(str, photos):
+        try:
+            image = read_photo(path, size, meta.get('bits', 8))
+        except Exception as error:  # Pillow has half a dozen
+            print(f'note    {path} cannot be read: {error}')
             continue
-        x = normalise(np.stack([*batch.values()]), size, meta, model.head.weight.device)
-        for photo, p in zip(batch, model(x).softmax(-1)):
-            best = [(meta['classes'][i], p[i].item()) for i in p.argsort(descending=True)[:5]]
-            print(f'{photo}: ' + ', '.join(f'{name} {share:.1%}' for name, share in best))
-            answers[photo] = best
+        x = normalise(np.stack([image]), size, meta, model.head.weight.device)
+        p = model(x)[0].softmax(-1)  # (classes,)
+        best = [(meta['classes'][i], p[i].item()) for i in p.argsort(descending=True)[:5]]
+        print(f'{path}: ' + ', '.join(f'{name} {share:.1%}' for name, share in best))
+        answers[path] = best
     if not answers:
         fail('none of --images can be read')
     return answers
@@ -924,12 +928,13 @@ def pick_device(c):
     return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range. In float32 both
+    change nothing."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 def save(folder, name, state):
-    """Write a checkpoint. If it fails or is killed meanwhile, the old one is still there."""
+    """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
         buffer = io.BytesIO()  # for a full disk torch.save has an error of its own
         torch.save(state, buffer)
@@ -1119,7 +1124,7 @@ def main(argv=None):
         sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
     try:
         return ACTIONS[action](c)
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt as error:  # it may say how to continue
         print(f'\nstopped{error}')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
