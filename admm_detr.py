@@ -7,14 +7,14 @@
 DETR asks a fixed set of learned queries what is in an image. Softmax attention weighs the image's
 tokens by softmax(q K^T) and returns the weighted sum of their values V. Here the weights x are
 those that best rebuild the query q from the tokens, while a penalty makes many of them zero: a
-Lasso. The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by ridge
-regression and shrinkage in turn, at a cost of O(N) for N tokens. The paper's own iteration differs
-from ADMM in its signs: as printed, it diverges.
+Lasso. The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by repeating a
+ridge regression and a shrinkage; the cost is O(N) for N tokens. As the paper prints ADMM, some
+signs are wrong, and it diverges.
 
-[choice] marks where the paper is silent, [deviation] where we differ on purpose.
+[choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
-         Research), Optimizing Attention. What it solves over, it calls V; here it is called K
+         Research), Optimizing Attention. The tokens that rebuild q are V there and K here
 
     equation        what                                         --cross-attention, or function
     [OA Sec. 2]     softmax(QK^T / sqrt(d)) V, with weights      softmax
@@ -32,11 +32,13 @@ from ADMM in its signs: as printed, it diverges.
     python admm_detr.py --preset finetune          # detr-r50 with another cross-attention
     python admm_detr.py --preset paper --resume    # OA's recipe; the same command again continues
 
-The first one ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12 seeds
-its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x is
-zero, and |q - x^T K| is still 0.9 |q|. [deviation] By default the problem is easier than OA's: x
-rebuilds q from the keys, which hold positions, not from the values; there is a ridge term; x >= 0;
-tokens are centred; and x^3 replaces x^5. --preset paper has OA's own problem.
+The first command ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12
+seeds its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x
+is zero, and x rebuilds only a little of q: |q - x^T K| is still 0.9 |q|.
+
+[deviation] By default the problem is easier than OA's: x rebuilds q from the keys (they hold
+positions), not from the values; there is a ridge term; x >= 0; tokens are centred; and x^3 replaces
+x^5. --preset paper has OA's own problem. To try a problem of your own, add a row to ATTENTION.
 """
 import argparse
 import csv
@@ -65,7 +67,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT, CODE = 'admm_detr', b''
-if '__file__' in globals():  # it is not where the script was pasted into a notebook
+if '__file__' in globals():  # it is missing where the script was pasted into a notebook
     SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
@@ -78,12 +80,11 @@ def fail(message):
 
 # ------------------------------------ the paper's method ------------------------------------
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
-# k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). With is_self, queries are tokens.
+# k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). is_self: self-attention.
 
-# A penalty is a row (prox, size). It has penalty(a x) = a penalty(x) for every a > 0, as norms do.
-# (For a square there is --ridge.)
+# A row is (prox, size) of a penalty that grows like a norm: penalty(a x) = a penalty(x) for a > 0.
 #     prox(v, t) = argmin_z t penalty(z) + ||z - v||^2 / 2
-#     size(K q).max() is the smallest lambda / 2 for which x = 0
+#     size(q K^T).max() is the smallest lambda / 2 for which x = 0
 PENALTY = {
     'l1': (lambda v, t: F.relu(v - t) - F.relu(-v - t), torch.abs),  # ||x||_1  [OA Eq. 2]
     'positive': (lambda v, t: F.relu(v - t), F.relu),                # the same, and x >= 0
@@ -93,12 +94,12 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     """argmin_x ||q - x^T K||^2 + lambda penalty(x) + e ||x||^2, by ADMM -> x  [OA Eq. 2]
 
     `vanilla` takes the N x N inverse: the same x up to rounding.
-    [choice] --sparsity is a share of the lambda that makes a query's x zero; --rho and --ridge
-    count mean eigenvalues of K^T K. So scaling q or k only scales x; gradients pass through all
-    three. z is returned, which holds the zeros, not x.
-    [deviation] OA's (3a) and (3b) have other signs, and the threshold lambda / rho, which belongs
-    to 2 lambda. OA sets x_ii to 0 and clamps x after (3a), so that convergence is lost; here z
-    keeps both, as constraints of the problem. We over-relax, which saves iterations.
+    [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero; rho and e
+    are --rho and --ridge times K^T K's mean eigenvalue. So scaling q or k only scales x. Gradients
+    flow through all three. We return z, in which zeros are exact, not x.
+    [deviation] OA's (3a) and (3b) have other signs, and a threshold of lambda / rho, twice the
+    right one. OA sets x_ii to 0 and clamps x after (3a), and then ADMM need not converge; here both
+    are constraints on z. We over-relax, which saves iterations.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
@@ -111,7 +112,7 @@ def lasso(q, k, c, is_self=False, vanilla=False):
         regress = lambda w: (products + rho * w) @ inverse  # [OA Eq. 3]
     else:
         P = ridge_matrix(k, rho)
-        regress = lambda w: w + (q - w @ k) @ P  # add to w the regression of what w leaves of q
+        regress = lambda w: w + (q - w @ k) @ P  # the same: w + what rebuilds q - w K
 
     z = u = torch.zeros_like(products)
     for _ in range(c.iterations):
@@ -126,10 +127,10 @@ def lasso(q, k, c, is_self=False, vanilla=False):
 
 def l2(q, k, c, is_self=False):
     """argmin_x ||q - x^T K||^2 + e ||x||^2 -> x  [OA Eq. 1]
-    [choice] The norm is squared. Some ridge is needed where tokens outnumber channels."""
-    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # less is lost to rounding
+    [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
+    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # a smaller one is lost in rounding
     x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # x_ii = 0 costs a multiple of row i of the inverse
+    if is_self:  # to have x_ii = 0, subtract a multiple of row i of the inverse (Lagrange)
         rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
         factor = x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
         x = without_self(x - factor.unsqueeze(-1) * rows, is_self)
@@ -138,10 +139,10 @@ def l2(q, k, c, is_self=False):
 def ridge_matrix(k, e):
     """P = (K^T K + e I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + e ||x||^2. It
     equals K^T (K K^T + e I)^-1, so no N x N matrix is ever made.  [OA Eq. 4]
-    [deviation] OA's (4) has the root of the spectrum, without e, in the span of its eigenvectors
-    alone; and random jitter on K^T K, which a Cholesky factor does not need."""
+    [deviation] OA's (4) takes the root of K K^T's eigenvalues, drops what is outside the span of
+    its eigenvectors, and adds random noise to K^T K; a Cholesky factor needs none."""
     eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
-    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + e * eye)  # _ex: no check, which waits
+    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + e * eye)  # _ex: no check that waits for the GPU
     return torch.cholesky_solve(k.mT, factor)
 
 def vanilla_inverse(k, e):
@@ -150,25 +151,23 @@ def vanilla_inverse(k, e):
     return torch.linalg.inv_ex(k @ k.mT + e * eye)[0]
 
 def mean_eigenvalue(k):
-    """Of K^T K  (B, nh, 1, 1)."""
-    trace = k.square().sum((-2, -1), keepdim=True)
-    return (trace / k.size(-1)).clamp_min(1e-8)
+    """The mean eigenvalue of K^T K  (B, nh, 1, 1): its trace / hs."""
+    return (k.square().sum((-2, -1), keepdim=True) / k.size(-1)).clamp_min(1e-8)
 
 def without_self(x, is_self):
     """x (..., Q, N); with is_self, zero where a query meets itself.  [OA Sec. 3]"""
-    if not is_self:
-        return x
-    diagonal = torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device)
-    return x.masked_fill(diagonal, 0)
+    if is_self:
+        x = x.masked_fill(torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device), 0)
+    return x
 
 def sharpen(x, power):
-    """x^power / sum |x^power|  [OA Sec. 3]. [choice] Zeros stay zero, and tiny x fades to zero."""
+    """x^power / sum |x^power|  [OA Sec. 3], or x if power is 0. [choice] Tiny rows fade to zero."""
     if not power:
         return x
-    # scaled first, so that neither the power underflows nor its gradient blows up
+    # divide by the largest first: else the power may be too small for float32, or its gradient inf
     largest = x.detach().abs().amax(-1, keepdim=True)
     y = (x / largest.clamp_min(1e-6)) ** power
-    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # at least 1, except in tiny rows
+    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # the sum is >= 1 but for tiny x
 
 def add_random(tokens, random):
     """tokens (B, nh, N, hs), random (n, hs) -> (B, nh, N + n, hs).  [OA Sec. 3]"""
@@ -177,8 +176,8 @@ def add_random(tokens, random):
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
 
-    A subclass may change what q, k and v are (`heads`) or how they are mixed (`coefficients`, which
-    pictures need, and `mix`). [choice] No output projection, but --out-proj adds one."""
+    `mix` does the work; `coefficients` gives x for pictures. A subclass may change both, and
+    `heads`. [choice] No output projection, but --out-proj adds one."""
     def __init__(self, c, is_self=False):
         super().__init__()
         self.config, self.is_self = c, is_self
@@ -203,11 +202,11 @@ class Attention(nn.Module):
 
     def forward(self, q, k, v, padding=None):
         """q (B, Q, C), k and v (B, N, C), padding (B, N) True where padded -> (B, Q, C)."""
-        y = self.mix(*self.heads(q, k, v), padding)
-        return self.out_proj(y.to(q.dtype).transpose(1, 2).flatten(2))
+        y = self.mix(*self.heads(q, k, v), padding).to(q.dtype)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
 
 class MultiheadAttention(Attention):
-    """The same with weights: nn.MultiheadAttention, and its parameters.  [OA Sec. 2]"""
+    """The same with weights: nn.MultiheadAttention, with its names.  [OA Sec. 2]"""
     def __init__(self, c, is_self=False):
         super().__init__(c, is_self)
         C = c.hidden_dim
@@ -229,8 +228,8 @@ class Reconstruction(Attention):
         self.register_buffer('random', random, persistent=False)  # (n, hs)
 
     def tokens_to_solve_over(self, k, v, padding):
-        """(B, nh, N + n, hs): keys or values, less their mean; then the n random ones, as they are.
-        [deviation] Padding has weight in OA's Fig. 1; here it is zero, and so are its x."""
+        """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
+        [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x."""
         tokens = k if self.config.rebuild_from == 'keys' else v
         if padding is None:
             padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
@@ -254,11 +253,11 @@ class Reconstruction(Attention):
             x = F.dropout(x, self.config.dropout, self.training)  # [choice] as softmax has it
             if self.config.mix_random:
                 v = add_random(v, self.random)
-            return x[..., :v.size(2)] @ v  # else random tokens only take weight from others
+            return x[..., :v.size(2)] @ v
 
-# A row is called with Config and is_self, and gives a layer. A problem of yours is one more
-# Reconstruction with a function like lasso. In its `k`, padding is zero (so that x must be, too),
-# and random tokens come last; x is sharpened afterwards.
+# A row is called with Config and is_self, and gives a layer. To try your own problem, write a
+# function like lasso, and add a row as l2 has it. Then: --cross-attention NAME. In its `k` padded
+# tokens are zero, and x must be zero there; random tokens come last. x is sharpened afterwards.
 ATTENTION = {
     'softmax': MultiheadAttention,                                      # [OA Sec. 2]
     'no-weights': Attention,                                            # [OA Sec. 4.1]
@@ -271,13 +270,14 @@ ATTENTION = {
 # ------------------------------------ configuration ------------------------------------
 @dataclass
 class Config:
-    """Every field is a flag: --enc-layers 3, --out-proj, --no-out-proj. --help prints this."""
+    """Every field is a flag: --enc-layers 3, --out-proj, --no-out-proj. --help prints this.
+    A field of yours is an int, float, str, bool or Literal; `= None` means not set."""
     # the paper's method: attention in the decoder. A default unlike OA's is a [deviation]
     self_attention: str = 'softmax'  # of its queries to each other: a row of ATTENTION
     cross_attention: str = 'admm'    # of its queries to the image
     rebuild_from: Literal['keys', 'values'] = 'keys'  # what x rebuilds q from; OA: values
     penalty: str = 'positive'      # of x, a row of PENALTY; OA: l1
-    sparsity: float = 0.03         # lambda, as a share of the smallest that makes x zero
+    sparsity: float = 0.03         # lambda / the smallest lambda for which x is zero
     iterations: int = 4            # of ADMM; --ridge 0 needs many more, and a smaller --rho
     rho: float = 3.0               # of ADMM, in mean eigenvalues of K^T K; best near --ridge
     ridge: float = 3.0             # e of e ||x||^2, in the same unit; OA: 0
@@ -313,9 +313,9 @@ class Config:
     learning_rate: float = 1e-3    # at its peak
     lr_backbone_ratio: float = 1.0  # the backbone's rate / learning_rate
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
-    schedule: Literal['cosine', 'step'] = 'cosine'  # step: constant, then a tenth
-    warmup_iters: int = 100        # steps in which the rate grows to its peak
-    warmdown_iters: int = 0        # step: so many last steps are at a tenth of the rate
+    schedule: Literal['cosine', 'step'] = 'cosine'  # after warmup
+    warmup_iters: int = 100        # steps until the rate is at its peak; fewer for a short trial
+    warmdown_iters: int = 0        # step: steps at the end, at a tenth of the rate
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations and checkpoints; 0: only at the end
@@ -337,16 +337,16 @@ class Config:
         if self.hidden_dim % self.nheads or self.hidden_dim % 4:  # positions are four parts
             fail(f'--hidden-dim {self.hidden_dim} must be a multiple of 4 and of --nheads')
 
-CHOICES = {  # the flags whose values are a table's rows
+CHOICES = {  # flags whose values are the rows of a table
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'penalty': PENALTY}
 MACHINE = {  # settings that do not tell one run from another
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'images',
     'threshold'}
 
 # OA's own problem. In cross-attention it hardly learns: on drawings, Lassos of this kind had a mean
-# AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] rho; 15 iterations,
-# after which x is still some 30 % off; as many random tokens as a head of detr-r50 has channels;
-# the range of x
+# AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA does not give rho,
+# iterations (after 15, x is still some 30 % off), random_tokens (detr-r50 has 32 channels in a
+# head) and clamp
 OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, clamp=1.0, centre=False, power=5,
           random_tokens=32, mix_random=True, rho=0.01, iterations=15)
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
@@ -355,11 +355,11 @@ DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_
 PRESETS = {
     'tiny': {},
     't4': dict(batch_size=16, grad_accum_steps=2, max_iters=6000, eval_interval=500),
-    # takes 1 GiB of memory per image. [choice] every setting but DETR's own
+    # 1 GiB of memory per image. [choice] every setting but DETR's own
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pt', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
-    # last 100 at a tenth of the rate. An image takes 3 to 5 GiB of memory
+    # last 100 at a tenth of the rate. 3 to 5 GiB of memory per image
     # (on a T4: --batch-size 2 --grad-accum-steps 16)
     'paper': dict(DETR_R50, **OA, init='data/weights/resnet50.pt', image_size=800, batch_size=8,
                   grad_accum_steps=4, max_iters=1108800, warmdown_iters=369600,
@@ -371,10 +371,8 @@ class FrozenBatchNorm2d(nn.Module):
     """Batch norm whose four vectors never change."""
     def __init__(self, channels):
         super().__init__()
-        self.register_buffer('weight', torch.ones(channels))
-        self.register_buffer('bias', torch.zeros(channels))
-        self.register_buffer('running_mean', torch.zeros(channels))
-        self.register_buffer('running_var', torch.ones(channels))
+        for name, value in dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0).items():
+            self.register_buffer(name, torch.full((channels,), value))
 
     def forward(self, x):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
@@ -400,7 +398,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
 
 class ResNet50(nn.Sequential):
-    """It has torchvision's keys; 32 pixels per token. As in DETR, its first layers are frozen."""
+    """With torchvision's keys; 32 pixels per token. As in DETR, the first layers are frozen."""
     channels = 2048  # of its output
 
     def __init__(self):
@@ -419,24 +417,22 @@ class ResNet50(nn.Sequential):
         self.layer1.requires_grad_(False)
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions with group norm, which learn from scratch; `stride` pixels per token.
-    Group norm sees padding, too: what it makes of a photo depends on those beside it."""
+    """A few convolutions that learn from scratch; `stride` pixels per token. Group norm counts
+    padding, too, so a photo has other features in another batch."""
     channels = 96
 
     def __init__(self, stride):
         super().__init__()
-        halvings = {4: 2, 8: 3, 16: 4, 32: 5}[stride]
-        widths, c_in = [32, 64, 96, 96, 96][:halvings], 3
-        for c_out, step in [*((width, 2) for width in widths), (96, 1)]:
+        halvings, c_in = int(math.log2(stride)), 3
+        for c_out, step in [(32, 2), (64, 2), (96, 2), (96, 2), (96, 2)][:halvings] + [(96, 1)]:
             self.append(nn.Conv2d(c_in, c_out, 3, step, 1, bias=False))
             self.append(nn.GroupNorm(8, c_out))
             self.append(nn.ReLU())
             c_in = c_out
 
 def sine_positions(inside, channels):
-    """inside (B, h, w), False on padding -> (B, h w, channels), y's half first, then x's: sines and
-    cosines, interleaved."""
-    # y and x from 0 to 2 pi, at rates from 1 towards 1/10000
+    """inside (B, h, w), False on padding -> (B, h w, channels): first of y, then of x, from 0 to
+    2 pi, the sine and cosine at each of several rates, from 1 towards 1/10000."""
     rate = 10000 ** -(torch.arange(channels // 4, device=inside.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
@@ -505,27 +501,27 @@ class DETR(nn.Module):
         self.query_embed = nn.Embedding(c.num_queries, C)
         self.input_proj = nn.Conv2d(body.channels, C, 1)
         self.backbone = nn.ModuleList([nn.ModuleDict(dict(body=body))])
-        own = re.compile(r'body\.(\d+|.*conv\d|.*downsample\.0)\.|input_proj|'
-                         r'(class|bbox|query)_embed|linear[12]|in_proj_weight|out_proj')
+        ours = r'backbone|input_proj|(class|bbox|query)_embed|linear[12]|in_proj_weight|out_proj'
         for name, p in self.named_parameters():
-            if own.search(name):
+            if re.search(ours, name):
                 self.init_parameter(name, p)
-            # all others, such as norms or a layer of yours, keep the values they were made with
+            # a parameter of another name, such as yours, keeps the value it was made with
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p as DETR does, from seed and name alone: what variants share starts equal."""
+        """Initialise p from the seed and its name alone: what variants share starts equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        weight = getattr(self.get_submodule(name.rpartition('.')[0]), 'weight', p)  # of a bias, too
+        layer = self.get_submodule(name.rpartition('.')[0])
+        weight = getattr(layer, 'weight', p)  # p itself, or the weight that belongs to a bias p
         if name == 'query_embed.weight':
             p.normal_(generator=generator)
         elif name.endswith('out_proj.bias'):
             p.zero_()
-        elif weight.dim() > 1:  # else it is of a norm
+        elif weight.dim() > 1:  # a norm's has one dimension
             fan_out, fan_in = len(weight), weight[0].numel()
             bound = fan_in ** -0.5  # PyTorch's default
             if name.startswith('transformer') and p.dim() > 1:
-                bound = math.sqrt(6 / (fan_in + fan_out))  # xavier
+                bound = math.sqrt(6 / (fan_in + fan_out))  # Xavier's, as in DETR
             p.uniform_(-bound, bound, generator=generator)
 
     def encode(self, images, mask=None):
@@ -544,9 +540,9 @@ class DETR(nn.Module):
         return x, pos, padding, grid
 
     def forward(self, images, mask=None):
-        """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> a dict: pred_logits (B,
-        Q, classes + 1), the last for no-object; pred_boxes (B, Q, 4), centre and size as fractions;
-        aux_outputs, the same from every earlier decoder layer; grid (h, w) of the tokens."""
+        """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> a dict:
+        pred_logits (B, Q, classes + 1), the last for no-object; pred_boxes (B, Q, 4), centre and
+        size as fractions; aux_outputs, both from each earlier layer; grid (h, w) of the tokens."""
         memory, pos, padding, grid = self.encode(images, mask)
         decoder = self.transformer.decoder
         query_pos = self.query_embed.weight
@@ -556,17 +552,17 @@ class DETR(nn.Module):
             x = layer(x, query_pos, memory, pos, padding)
             outs.append(decoder.norm(x))
         x = torch.stack(outs).to(query_pos.dtype)  # (L, B, Q, C)
-        with torch.autocast(x.device.type, enabled=False):  # bfloat16's boxes are off by pixels
+        with torch.autocast(x.device.type, enabled=False):  # in bfloat16 boxes are off by pixels
             logits = self.class_embed(x)
             boxes = self.bbox_embed(x).sigmoid()
         layers = [dict(pred_logits=a, pred_boxes=b) for a, b in zip(logits, boxes)]
         return dict(layers[-1], aux_outputs=layers[:-1], grid=grid)
 
 # ------------------------------------ data ------------------------------------
-# A data set has len, example(row, rng=None) -> image (3, H, W), normalised, and target, and
-# target(row) -> labels (n,); boxes (n, 4), centre and size as fractions of the image; and for AP
-# annotations in COCO's form, image_id, orig_size (h, w). For training, rng is a NumPy generator: it
-# draws shapes, or the flip and size of a photo.
+# A data set has len(), example(row, rng=None) -> image (3, H, W), normalised, and its target, and
+# target(row), a dict: labels (n,); boxes (n, 4), centre and size as fractions of the image; and for
+# AP annotations in COCO's form, image_id, orig_size (h, w). For training, rng is a NumPy generator,
+# which decides the shapes, or a photo's flip and size.
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
@@ -575,8 +571,8 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-# Which points (x, y) of its box a shape covers, 0 to 1. A shape must touch all four sides.
-# One more changes all drawings.
+# Which points (x, y), 0 to 1, of its box a shape covers. It must touch all four sides of the box.
+# A new row changes all drawings.
 SHAPES = {
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
@@ -585,7 +581,7 @@ SHAPES = {
 }
 
 def overlap(a, b):
-    """Whether two boxes (centre, size) share 15 % of the smaller one or more."""
+    """Whether two boxes (centre, size) share at least 15 % of the smaller one."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
     width = max(0, (aw + bw) / 2 - abs(ax - bx))
     height = max(0, (ah + bh) / 2 - abs(ay - by))
@@ -609,8 +605,7 @@ class Drawings:
         """What a drawing shows."""
         rng = rng or stream('validation', row)
         boxes = []  # centre and size, 0 to 1
-        n = rng.integers(1, 5)
-        for size in rng.uniform(0.18, 0.5, (n, 2)):
+        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
             for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):  # ten attempts
                 box = [*centre.tolist(), *size.tolist()]
                 if not any(overlap(box, other) for other in boxes):
@@ -620,9 +615,9 @@ class Drawings:
         labels = torch.from_numpy(rng.integers(len(SHAPES), size=len(boxes)))
         annotations = []
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
-            x, y, w, h = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]
-            annotations.append(dict(image_id=row, category_id=label, bbox=[x, y, w, h],
-                                    area=w * h, iscrowd=0))
+            bbox = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]  # in pixels
+            annotations.append(dict(image_id=row, category_id=label, bbox=bbox,
+                                    area=bbox[2] * bbox[3], iscrowd=0))
         return dict(labels=labels, boxes=boxes, annotations=annotations, image_id=row,
                     orig_size=(self.side, self.side))
 
@@ -636,8 +631,7 @@ class Drawings:
             y = ((grid - cy) / h + 0.5)[:, None]
             ink = rng.permutation([0.1, rng.random(), 0.9])
             tip = rng.uniform(0.2, 0.8)
-            box = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
-            inside = box & shapes[label](x, y, tip)
+            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5) & shapes[label](x, y, tip)
             image[:, inside] = ink[:, None]
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
@@ -662,7 +656,7 @@ def open_photo(path, size=None, bits=8):
 
 def to_tensor(photo, image_size, share=1.0):
     """Pillow's image -> (3, H, W), normalised. The shorter side becomes this share of image_size,
-    or less where the longer would exceed 5/3 of image_size, as DETR's 1333 for 800."""
+    or less: the longer one has at most 5/3 of image_size, as in DETR 1333 for 800."""
     short, long = sorted(photo.size)
     largest = 5 * image_size // 3 * short / long
     side = max(1, round(min(image_size * share, largest)))
@@ -684,8 +678,8 @@ class Objects:
         return len(self.images)
 
     def target(self, row, flip=False):
-        """What a photo shows. To learn from, boxes are cut off at its edges; crowds and empty boxes
-        are left out. AP has them all as they are."""
+        """What a photo shows. labels and boxes, to learn from, have no crowds and no empty boxes,
+        and boxes end at the photo's edges. annotations, for AP, are left as they are."""
         image = self.images[row]
         W, H, annotations = image['width'], image['height'], self.annotations[image['id']]
         labels, boxes = [], []
@@ -749,33 +743,30 @@ def load_data(c):
 def assign(cost):
     """cost (n, m) -> rows, columns of the cheapest pairs: scipy's linear_sum_assignment, slowly.
 
-    The Hungarian method adds one row at a time. To make room, a row may push the owner of a column
-    on to another column, and so on: Dijkstra's algorithm finds the cheapest such chain. It wants
-    lengths >= 0, so rows and columns have prices, and costs are counted less these."""
+    Rows get columns one at a time. A new row may push the owner of a column on to another column,
+    and so on; the Bellman-Ford method finds the cheapest such chain that ends in a free column."""
     n, m = cost.shape
     if n > m:
         columns, rows = assign(cost.T)
         return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
-    row_price, price = np.zeros(n), np.zeros(m + 1)
-    owner = np.full(m + 1, -1)  # the row that has a column; column m is where a new row starts
+    cost, owner = cost.astype(float), np.full(m, -1)  # the row that has a column; -1: free
+    margin = 1e-12 * abs(cost).max(initial=0)  # more than rounding errors
     for row in range(n):
-        owner[m], j = row, m
-        length = np.full(m + 1, np.inf)  # of the cheapest chain yet that ends in each column
-        before = np.full(m + 1, m)       # the column ahead of it in that chain
-        done = np.zeros(m + 1, bool)     # there is none cheaper
-        while owner[j] >= 0:
-            done[j] = True
-            through = cost[owner[j]] - row_price[owner[j]] - price[:m]
-            cheaper = np.flatnonzero((through < length[:m]) & ~done[:m])
-            length[cheaper], before[cheaper] = through[cheaper], j
-            j = np.where(done, np.inf, length).argmin()
-            step = length[j]
-            row_price[owner[done]] += step
-            price[done] -= step
-            length[~done] -= step
-        while j != m:  # every row in the chain moves
+        length = cost[row].copy()  # of the cheapest chain yet that ends in each column
+        before = np.full(m, -1)    # the column ahead of it in that chain
+        changed = True
+        while changed:
+            changed = False
+            for j in np.flatnonzero(owner >= 0):  # its owner moves to another column
+                through = length[j] - cost[owner[j], j] + cost[owner[j]]
+                cheaper = through < length - margin
+                length[cheaper], before[cheaper] = through[cheaper], j
+                changed |= cheaper.any()
+        j = np.where(owner < 0, length, np.inf).argmin()
+        while before[j] >= 0:  # every row in the chain moves
             owner[j], j = owner[before[j]], before[j]
-    return np.arange(n), owner[:m].argsort()[m - n:]  # -1, free columns, come first
+        owner[j] = row
+    return np.arange(n), owner.argsort()[m - n:]  # free columns, -1, come first
 
 def box_cxcywh_to_xyxy(boxes):
     """Centre and size (..., 4) -> left, top, right, bottom."""
@@ -796,7 +787,8 @@ def generalized_box_iou(a, b):
 def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
     """The cheapest pairing of queries with objects, for each image and layer separately.
     logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects,
-    image by image; counts of each -> indices of layer, image, query and object, each (pairs,)."""
+    image by image; counts: how many each image has -> four indices (pairs,): of layer, image, query
+    and object."""
     try:
         from scipy.optimize import linear_sum_assignment as solve  # much faster
     except ImportError:
@@ -882,9 +874,10 @@ def box_iou(found, true):
     return intersection / max(union, 1e-99)
 
 def match_detections(found, objects, threshold, low, high):
-    """found: of each detection of a category, the highest-scoring first, its area and its IoU with
-    the objects in its image, {index in objects: IoU} -> whether each that counts is right, and how
-    many objects count: those that are no crowd and have an area from low to high."""
+    """Match the detections of a category with its objects -> a list that says of each detection
+    that counts whether it is right, and how many objects count: no crowds, and only areas from low
+    to high. found: for each detection, the highest-scoring first, its area and {index in objects:
+    IoU} for the objects in its image."""
     counts = [low <= one['area'] <= high and not one['iscrowd'] for one in objects]
     claimed, right = set(), []
     for area, ious in found:
@@ -901,7 +894,7 @@ def match_detections(found, objects, threshold, low, high):
     return right, sum(counts)
 
 def average_precision(right, wanted):
-    """What match_detections returns -> the mean precision at 101 recalls from 0 to 1."""
+    """Of what match_detections returns: the mean precision at 101 recalls from 0 to 1."""
     hits = np.cumsum(right, dtype=int)
     precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))
     precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
@@ -957,9 +950,9 @@ def make_optimizer(model, c):
 POOL = ThreadPoolExecutor()
 
 def load_batch(dataset, keys, device):
-    """keys [(row, rng), ...] of dataset.example -> images (B, 3, H, W), zero-padded at the right
-    and bottom if they differ in size; mask (B, H, W), True on these zeros, or None; and targets,
-    on the CPU."""
+    """keys: [(row, rng), ...] for dataset.example -> images (B, 3, H, W), filled with zeros at the
+    right and bottom to the largest size; mask (B, H, W), True on these zeros, or None if there are
+    none; and targets, on the CPU."""
     # photos are decoded in parallel; drawing in threads is slower
     read = POOL.map if isinstance(dataset, Objects) else map
     images, targets = zip(*read(lambda key: dataset.example(*key), keys))
@@ -993,9 +986,8 @@ def loss_of(net, batch, c):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """The loss, its parts in the last decoder layer by DETR's names, and average precision on
-    validation images. [choice] As in DETR, each batch is divided by its own objects, so the loss
-    depends a little on --batch-size."""
+    """What set_loss and coco_ap return, on validation images. [choice] As in DETR, each batch is
+    divided by its own objects, so the loss depends a little on --batch-size."""
     n, means, truth, detections = len(data.val), defaultdict(float), [], []
     for first in range(0, n, c.batch_size):
         keys = [(row, None) for row in range(first, min(first + c.batch_size, n))]
@@ -1034,8 +1026,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale. So only
-    # a scale of 1 is an error, which it always is in other dtypes.
+    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
+    # error until the scale is 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -1068,10 +1060,10 @@ def train(c, folder=None, data=None):
     def make_batches(step):  # this process's share
         return [get_batch(data, c, step, micro_step, device)
                 for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
-    coming = POOL.submit(make_batches, step)  # a thread draws or decodes the next step's meanwhile
+    coming = POOL.submit(make_batches, step)  # a thread makes the next step's batches meanwhile
     while True:
-        # save, then evaluate; a run that is resumed from here evaluates again
-        if step == c.max_iters or c.eval_interval and step % c.eval_interval == 0:
+        # the checkpoint comes before the evaluation, which a resumed run repeats
+        if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
             save(folder, 'ckpt.pt', dict(
                 weights, settings=asdict(c), code=zlib.crc32(CODE), scaler=scaler.state_dict(),
@@ -1115,26 +1107,26 @@ def train(c, folder=None, data=None):
 # ------------------------------------ report, detect ------------------------------------
 @torch.no_grad()
 def find(model, image, target, threshold):
-    """-> what a model finds in an image (3, H, W), the highest-scoring first, as post_process has
-    it; and an attention map (H, W), 0 to 1: where the highest-scoring query looks in the last
-    decoder layer.  [OA Fig. 1]"""
+    """What a model finds in an image (3, H, W): post_process's dicts, the highest-scoring first;
+    and a map (H, W), 0 to 1, of where the highest-scoring query looks in the last decoder layer.
+    [OA Fig. 1]"""
     attn = model.transformer.decoder.layers[-1].multihead_attn
-    inputs = []  # of attn: q, k, v, padding
+    inputs = []  # q, k, v, padding, which a forward pass gives attn
     hook = attn.register_forward_pre_hook(lambda module, args: inputs.extend(args))
     outputs = model(image[None].to(model.query_embed.weight.device))
     hook.remove()
     q, k, v, padding = inputs
     x = attn.coefficients(*attn.heads(q, k, v), padding)  # (1, nh, Q, N or more)
     found = post_process(outputs, [target])  # one for each query
-    best = np.argmax([one['score'] for one in found])
+    order = sorted(range(len(found)), key=lambda query: -found[query]['score'])
     h, w = outputs['grid']
-    seen = x[0, :, best, :h * w].abs().mean(0).view(1, 1, h, w)  # the mean of the heads
+    seen = x[0, :, order[0], :h * w].abs().mean(0).view(1, 1, h, w)  # the mean of the heads
     seen = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
-    found = sorted(found, key=lambda one: -one['score'])
-    return [one for one in found if one['score'] >= threshold], seen / seen.max().clip(1e-12)
+    found = [found[query] for query in order if found[query]['score'] >= threshold]
+    return found, seen / seen.max().clip(1e-12)
 
 def draw_found(path, examples, answers, classes):
-    """Draw what is found in images and, below each, where its highest-scoring query looks.
+    """Draw what is found in images; below, where each one's highest-scoring query looks.
     examples: [(image, target), ...]; answers: what `find` returns for each."""
     try:
         from matplotlib.figure import Figure
@@ -1161,7 +1153,7 @@ def draw_found(path, examples, answers, classes):
     figure.savefig(path)
 
 def chance(targets):
-    """A yardstick: the AP of answering each image with the objects of the next one."""
+    """A yardstick: the AP if the answer to each image is the objects of another one."""
     truth, guesses = [], []
     for target, other in zip(targets, targets[1:] + targets[:1]):
         truth += target['annotations']
@@ -1206,7 +1198,7 @@ def detect(c):
         for one in answers[path]:
             name, box = meta['classes'][one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{x:7.0f}' for x in box))
-        picture = re.sub(r'[^\w.-]+', '_', path)[-100:] + '.png'  # with the names of its folders
+        picture = re.sub(r'[^\w.-]+', '_', path)[-100:] + '.png'  # of a/b.jpg: a_b.jpg.png
         draw_found(folder / picture, [(image, target)], [(answers[path], seen)], meta['classes'])
     print(f'files   {folder}: what was found, drawn')
     return answers
@@ -1232,14 +1224,15 @@ def pick_device(c):
     return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range. In float32 both
+    change nothing."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 def save(folder, name, state):
-    """Write a checkpoint. If it fails or is killed meanwhile, the old one is still there."""
+    """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # for a full disk torch.save has an error of its own
+        buffer = io.BytesIO()  # torch.save reports a full disk in another way
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
         os.replace(folder / f'{name}.part', folder / name)
@@ -1258,8 +1251,8 @@ def load(path):
          'converts many kinds')
 
 def load_weights(model, path):
-    """Start from a checkpoint, or a backbone alone. Attention, classes and queries are left out
-    where they do not fit; what the file lacks starts afresh; all else in it must fit."""
+    """Load a checkpoint into a model, or a backbone alone. Projections of attention, classes and
+    queries are left out where they do not fit; all else in the file must fit."""
     if not Path(path).exists():
         fail(f'there is no {path}: python prepare_data.py detr-r50 (or resnet50) makes those of '
              'the presets')
@@ -1294,7 +1287,7 @@ def load_run(c):
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     # a field that the checkpoint lacks, since it is new, counts as its default
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
@@ -1426,7 +1419,7 @@ def main(argv=None):
         sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
     try:
         return ACTIONS[action](c)
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt as error:  # it may say how to continue
         print(f'\nstopped{error}')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan

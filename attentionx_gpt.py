@@ -624,7 +624,7 @@ def mixed_precision(device, dtype):
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # for a full disk torch.save has an error of its own
+        buffer = io.BytesIO()  # torch.save reports a full disk in another way
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
         os.replace(folder / f'{name}.part', folder / name)
@@ -680,7 +680,7 @@ def load_run(c):
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     # a field that the checkpoint lacks, since it is new, counts as its default
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}

@@ -65,7 +65,7 @@ except ImportError:  # Windows has none
     fcntl = None
 
 SCRIPT, CODE = 'mask_distill', b''
-if '__file__' in globals():  # it is not where the script was pasted into a notebook
+if '__file__' in globals():  # it is missing where the script was pasted into a notebook
     SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
@@ -859,14 +859,15 @@ def pick_device(c):
     return device, getattr(torch, dtype if c.dtype == 'auto' else c.dtype)
 
 def mixed_precision(device, dtype):
-    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range."""
+    """Autocast to dtype, and a loss scaler, which keeps float16 gradients in range. In float32 both
+    change nothing."""
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     return autocast, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 def save(folder, name, state):
-    """Write a checkpoint. If it fails or is killed meanwhile, the old one is still there."""
+    """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # for a full disk torch.save has an error of its own
+        buffer = io.BytesIO()  # torch.save reports a full disk in another way
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
         os.replace(folder / f'{name}.part', folder / name)
@@ -910,7 +911,7 @@ def newest_run(c):
     return folder
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses since the log."""
+    """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     # a field that the checkpoint lacks, since it is new, counts as its default
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
@@ -1074,7 +1075,7 @@ def main(argv=None):
         sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
     try:
         return ACTIONS[action](c)
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt as error:  # it may say how to continue
         print(f'\nstopped{error}')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan

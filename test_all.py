@@ -1621,7 +1621,8 @@ def test_detr_init_files(tmp_path):
     end = run(detr, *flags, '--cross-attention', 'admm', '--num-queries', 4)
     assert 'another size: query_embed.weight' in end.out, end.out
     for word, *wrong in (('layers.1', '--dec-layers', 1), ('--nheads 2', '--nheads', 1),
-                         ('linear1', '--dim-feedforward', 8), ('prepare_data.py detr-r50', '--init', 'none.pt')):
+                         ('linear1', '--dim-feedforward', 8),
+                         ('prepare_data.py detr-r50', '--init', 'none.pt')):
         refuse(detr, [word], *flags, *wrong)
     with torch.device('meta'), patch.object(detr.DETR, 'init_parameter'):
         net = detr_model(detr_config(backbone='resnet50')).to_empty(device='cpu')
