@@ -366,7 +366,7 @@ class GPT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def read_meta(name, *kinds):
-    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: what fits."""
+    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: those that it may have."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
@@ -405,14 +405,14 @@ def windows(tokens, starts, c, device):
     return rows[:, :-1], rows[:, 1:]
 
 def get_tokenizer(name):
-    """Functions encode, text -> ids, and decode, ids -> text. tiktoken downloads gpt2's once."""
+    """encode (text -> ids) and decode (ids -> text). tiktoken downloads gpt2's files once."""
     if name == 'bytes':
         return (lambda text: list(text.encode(errors='replace')),
                 lambda ids: bytes(i for i in ids if i < 256).decode(errors='replace'))
     import tiktoken
     gpt2 = tiktoken.get_encoding('gpt2')
     return (lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}),
-            lambda ids: gpt2.decode([i for i in ids if i < 50257]))  # vocab_size may be padded
+            lambda ids: gpt2.decode([i for i in ids if i < 50257]))  # a padding id has no text
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, meta):
@@ -682,7 +682,7 @@ def load_run(c):
 def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
     saved = load(Path(c.folder, 'ckpt.pt'))
-    # a field that the checkpoint lacks, since it is new, counts as its default
+    # a field that is newer than the checkpoint counts as its default
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
     now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
     for name in sorted((then.keys() | now.keys()) - MACHINE):
@@ -714,7 +714,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 is far off
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')

@@ -501,7 +501,7 @@ def draw_shapes(n, seed):
     return images, labels
 
 def read_meta(name, *kinds):
-    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: what fits."""
+    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: those that it may have."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
@@ -994,7 +994,7 @@ def load_run(c):
 def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
     saved = load(Path(c.folder, 'ckpt.pt'))
-    # a field that the checkpoint lacks, since it is new, counts as its default
+    # a field that is newer than the checkpoint counts as its default
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
     now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
     for name in sorted((then.keys() | now.keys()) - MACHINE):
@@ -1026,7 +1026,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 is far off
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')

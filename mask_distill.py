@@ -5,7 +5,7 @@
 """A GPT-2 that sees few tokens: masks learned by distillation, and what they cost in quality.
 
 A report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) gives every
-layer of GPT-2 a weighted sum of masks. The weights c_k of the masks, and those of attention, are
+layer of GPT-2 a weighted sum of masks. The masks' coefficients c_k and the attention layers are
 trained until this student predicts what its teacher, the unchanged GPT-2, predicts.
 
 [choice] marks where MA is silent, [deviation] where we differ on purpose. MA does not number its
@@ -15,26 +15,26 @@ sections; we count them.
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)             mixture
     [MA Sec. 2.1]  KL(P_base || P_custom): training makes it small           token_kl
     [MA Sec. 2.5]  an L1 penalty: the sum of all c_k                         loss_of
-    [MA Sec. 2.4]  five goals: accuracy, attention matrices, gradients, KL   CRITERIA, measure
-                   and memory                                                experiments/memory.py
+    [MA Sec. 2.4]  four goals: accuracy, attention matrices, gradients, KL   CRITERIA, measure
+    [MA Sec. 2.4]  the fifth goal: memory                                    experiments/memory.py
     [MA Sec. 3]    figures: the c_k of each layer during training            draw_layers
     [MA Sec. 1.4]  masks for nn.MultiheadAttention                           attn_mask
 
-MA does not say how W enters attention: READINGS has three ways. The default is softmax(S + log W)
-of the scores S. There only the ratios of the c_k matter, so L1 can lower all of them at no cost,
-and every alpha keeps falling, as MA observed.
+MA does not say how W enters attention: READINGS has three ways. The default is softmax(S + log W),
+where S are the scores. It depends only on the ratios of the c_k. So L1 lowers all of them together
+without changing the KL, and every alpha keeps falling, as MA observed.
 
     python mask_distill.py                              # a teacher, then a student: a minute
     python mask_distill.py --masks last5                # another student of the same teacher
     python mask_distill.py sample --prompt "def main("  # teacher and student continue a text
     python mask_distill.py criteria                     # judge it on all of the validation text
     python mask_distill.py teacher --n-layer 6          # train a teacher alone
-    python mask_distill.py --preset report004 --resume  # the same command again continues
+    python mask_distill.py --preset report004 --resume  # the same command continues it
     python mask_distill.py --help                       # every setting
 
-The first student keeps 48 % of the pairs of tokens. On all of the validation text it has 0.999
-times its teacher's accuracy, gradients with a cosine of 0.984 to its teacher's, and a KL of 0.0105:
-two of four goals. (One seed; Python 3.11, whose library is the text.)
+The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text it
+has 0.999 times its teacher's accuracy, gradients whose cosine with its teacher's is 0.984, and a KL
+of 0.0105: two of four goals. (One seed. The text is the library of Python 3.11.)
 """
 import argparse
 import copy
@@ -77,14 +77,15 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ MA's method ------------------------------------
-KINDS = {  # kind:N in --masks. Does token i see token j? (masks_at adds j <= i.) And its reach: how
-    # many of the last and of the first tokens it can show, or None if it may show any
+KINDS = {  # kind:N in --masks. Two functions: does token i see token j? (masks_at adds j <= i.) And
+    # its reach: how many of the last and of the first tokens can it show? None: any number
     'all': (lambda i, j, n: j >= 0, None),                         # every token, whatever N is
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
     'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # those that no other mask shows
-}  # your own kind is a row: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
+    # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
+}
 NAMED = {
     'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # MA's five masks
     'windows': 'window:5+window:10+first:5',                  # its earlier three
@@ -95,59 +96,57 @@ def parse_masks(masks):
     """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]. A list is returned as it is."""
     if isinstance(masks, list):
         return masks
-    terms = '+'.join(NAMED.get(term, term) for term in masks.split('+')).split('+')
-    pairs = []
-    for term in terms:
+    parsed = []
+    written_out = '+'.join(NAMED.get(term, term) for term in masks.split('+'))
+    for term in written_out.split('+'):
         kind, _, n = term.partition(':')
         if kind not in KINDS or not n.isdecimal():
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
             fail(f'--masks {masks}: {term!r} is none of {", ".join(choices)}')
-        try_kind(kind, int(n))
-        pairs.append((kind, int(n)))
-    return pairs
+        check_kind(kind, int(n))
+        parsed.append((kind, int(n)))
+    return parsed
 
-def try_kind(kind, n):
-    """Show a kind some tokens: one of yours should fail now, not after a teacher's training."""
-    i = torch.arange(64)[:, None]
-    j = i.mT
+def check_kind(kind, n):
+    """If a kind of yours does not work, fail now, and not after a teacher's training."""
+    j = torch.arange(64)
+    i = j[:, None]
     try:
-        (m,), size = masks_at([(kind, n)], i, j), reach([(kind, n)])
-        assert m.dtype == torch.bool, 'its formula must be true or false'
+        mask = masks_at([(kind, n)], i, j)[0]
+        assert mask.dtype == torch.bool, 'its formula must be true or false'
+        last, first = reach([(kind, n)]) or (64, 64)
+        beyond = mask & (i - j >= last) & (j >= first)
+        assert not beyond.any(), 'it shows tokens beyond its reach in KINDS'
     except Exception as error:
         fail(f'--masks {kind}:{n}: {error}')
-    if size and (m & (i - j >= size[0]) & (j >= size[1])).any():
-        fail(f'--masks {kind}:{n} shows tokens beyond its reach in KINDS')
 
 def reach(masks):
-    """How many of the last and of the first tokens the masks can show, or None if any."""
-    reaches = [KINDS[kind][1] for kind, _ in masks]
-    if None in reaches:
+    """How many of the last and of the first tokens the masks can show, or None: any number."""
+    if None in [KINDS[kind][1] for kind, _ in masks]:
         return None
-    last, first = zip(*(f(n) for f, (_, n) in zip(reaches, masks)))
-    return max(1, *last), max(first)  # 1: a token may see itself, as in mixture
+    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in masks)]  # 1: itself, as in mixture
+    return max(last for last, _ in sizes), max(first for _, first in sizes)
 
 def masks_at(masks, i, j):
     """The K masks M_k, each (..., Tq, T): does token i (..., Tq, 1) see token j (..., 1, T)?"""
     M, shown = [], torch.tensor(False, device=i.device)
     for kind, n in masks:
-        M.append(KINDS[kind][0](i, j, n) & (0 <= j) & (j <= i))  # j < 0 is padding
+        M.append(KINDS[kind][0](i, j, n) & (0 <= j) & (j <= i))  # j < 0: see blocked_attention
         if kind != 'sinks':
             shown = shown | M[-1]
     return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, masks)]
 
 def log_coefficients(alpha):
     """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3]
-
-    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. The KL then has
-    no gradient for its alpha, so it opens again only if the largest c_k falls.
-    """
+    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. Its alpha then
+    has no gradient from the KL, so the mask opens again only if the largest c_k falls."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
-def mixture(c, M, i, j):
-    """W = sum_k c_k M_k of coefficients c (K,) and masks (..., Tq, T) -> (..., Tq, T). [MA Sec. 3]
+def mixture(coefficients, M, i, j):
+    """W = sum_k c_k M_k of coefficients (K,) and masks (..., Tq, T) -> (..., Tq, T).  [MA Sec. 3]
     [choice] A token that would see none sees itself."""
-    W = sum(c_k * m for c_k, m in zip(c, M))
+    W = sum(c_k * m for c_k, m in zip(coefficients, M))
     return torch.where(W.sum(-1, keepdim=True) > 0, W, i == j)
 
 def log_mixture(log_c, M, i, j):
@@ -156,28 +155,28 @@ def log_mixture(log_c, M, i, j):
     log_W = W.clamp_min(torch.finfo(W.dtype).tiny).log()  # log 0 would have the gradient nan
     return log_W.masked_fill(W == 0, -math.inf)
 
+# A reading: scores S (B, nh, Tq, T), log c (K,), masks_at's M and the positions i of queries and j
+# of keys -> attention weights (B, nh, Tq, T).
 def renormalised(S, log_c, M, i, j):
     """softmax(S + log W): rows add up to 1. [choice] This is the default."""
     return F.softmax(S + log_mixture(log_c, M, i, j), -1)
 
 def unnormalised(S, log_c, M, i, j):
-    """W softmax(S): what the masks hide is missing in the sum."""
+    """W * softmax(S): a row lacks the weights of tokens that the masks hide."""
     return mixture(log_c.exp(), M, i, j) * F.softmax(S.masked_fill(j > i, -math.inf), -1)
 
 def separate(S, log_c, M, i, j):
     """sum_k c_k softmax(S on M_k): every mask has a softmax of its own."""
     least = torch.finfo(S.dtype).min  # with -inf a row that shows no token would be nan
     P = [F.softmax(S.masked_fill(~m, least), -1) * m for m in M]
-    return mixture(log_c.exp(), P, i, j)
+    return mixture(log_c.exp(), P, i, j)  # these in place of masks
 
-# A reading makes attention weights of scores S (B, nh, Tq, T), log c (K,), masks_at's M, and the
-# positions i of queries and j of keys.
 READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
-IN_BLOCKS = {'renormalised', 'separate'}  # those in which hidden tokens play no part
+IN_BLOCKS = {'renormalised', 'separate'}  # not unnormalised: its softmax needs all tokens
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
-    """q (B, nh, Tq, hs) at positions i (..., Tq), k (B, nh, T, hs) at j (..., T), both by default
-    0, 1, ... -> (B, nh, Tq, T). masks: a text or a list. log_c (K,): by default all c_k are 1."""
+    """q (B, nh, Tq, hs), k (B, nh, T, hs) -> (B, nh, Tq, T). masks: a text or a list. log_c (K,):
+    by default all c_k are 1. i (..., Tq), j (..., T): positions of q and k, by default 0, 1, ..."""
     masks = parse_masks(masks)
     if log_c is None:
         log_c = torch.zeros(len(masks), device=q.device)
@@ -192,29 +191,31 @@ def dense_attention(q, k, v, masks, log_c=None, reading='renormalised'):
     return attention_weights(q, k, masks, log_c, reading).to(v.dtype) @ v
 
 def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=0):
-    """dense_attention, for masks that have a reach, in O(T window).
+    """dense_attention, for masks that have a reach, in O(T * window).
 
-    A block of b queries sees the keys near it, b + window - 1 of them, and those of the first
-    tokens. With b = 3, window = 4 and one first token:
+    A block of b queries takes b + window - 1 keys near it, and those of the first tokens. With
+    b = 3, window = 4 and one first token:
         position  0 1 2 3 4 5 6 7 8
         queries               q q q
         keys      f     k k k k k k
     """
-    masks, (B, nh, T, hs) = parse_masks(masks), q.shape
+    masks = parse_masks(masks)
+    B, nh, T, hs = q.shape
     window, first = [min(size, T) for size in reach(masks)]
     b = min(block or max(16, min(window, 128)), T)  # by default about a window
     n = math.ceil(T / b)  # blocks
     padding = n * b - T  # after the last token
+    # positions, a row for each block
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    # a first token that is near, too, counts once: masks_at hides j = -1
+    # a first token that is near, too, must count once: j = -1 is no token
     j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)
     j = torch.cat([j_near, j_first], 1)
 
     def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
-        near = F.pad(t, (0, 0, window - 1, padding)).unfold(2, b + window - 1, b)
-        near = near.mT  # unfold's new dimension is the last: (B, nh, n, hs, b + window - 1)
+        near = F.pad(t, (0, 0, window - 1, padding))
+        near = near.unfold(2, b + window - 1, b).mT  # mT: unfold puts its new dimension last
         firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
         return torch.cat([near, firsts], 3)
 
@@ -223,12 +224,12 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     return (p.to(v.dtype) @ blocks_of_keys(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def blocks_help(masks, reading, T):
-    """Whether blocked_attention finds the same as dense_attention, and faster."""
+    """Whether blocked_attention gives what dense_attention gives, and faster."""
     if reading not in IN_BLOCKS or not reach(masks):
         return False
     window, first = reach(masks)
-    keys = 2 * max(16, window) + first  # of a block, about
-    return keys < 0.6 * T  # measured on a CPU
+    keys = 2 * max(16, window) + first  # about as many as a block takes
+    return keys < 0.6 * T  # then it was faster on a CPU
 
 def attn_mask(masks, log_c, T):
     """log W (T, T) for attn_mask of nn.MultiheadAttention: its softmax(S + attn_mask) is the
@@ -255,19 +256,19 @@ class Config:
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
-    learn: Literal['attention', 'alphas'] = 'attention'  # alphas, c_attn, c_proj; or alphas alone
+    learn: Literal['attention', 'alphas'] = 'attention'  # its c_attn, c_proj and alphas; or alphas
     l1: float = 0.0                # weight of MA's penalty on coefficients
     samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
     max_iters: int = 150           # optimiser steps
     alpha_lr: float = 0.03         # learning rate of the alphas at its peak
     learning_rate: float = 5e-4    # of c_attn and c_proj
     warmup_iters: int = 20         # steps until the rates are at their peaks
-    init: str = ''                 # its teacher: a run's best.pt, or prepare_data.py's; '': our own
-    # the teacher, if it is our own
+    init: str = ''                 # teacher's file, of a run or of prepare_data.py; '': train one
+    # the teacher, without --init
     teacher_iters: int = 600       # optimiser steps
     teacher_lr: float = 2e-3       # learning rate at its peak
     teacher_warmup: int = 100      # steps until it is there
-    n_layer: int = 3               # a file of --init has its own sizes
+    n_layer: int = 3               # with --init, sizes are the file's
     n_head: int = 4
     n_embd: int = 128
     vocab_size: int = 0            # 0: that of the data
@@ -300,8 +301,8 @@ class Config:
     top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
-        if self.masks:  # '' in a teacher's
-            parse_masks(self.masks)  # or a line that says what is wrong with them
+        if self.masks:  # a teacher's are ''
+            parse_masks(self.masks)  # fails if they are wrong
         if not self.init and self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
 
@@ -319,9 +320,9 @@ PRESETS = {
     't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6, n_head=6,
                n_embd=384, block_size=256, data='wikitext-2', max_iters=600, batch_size=8,
                grad_accum_steps=2, learning_rate=1e-4, eval_interval=100),
-    # [choice] batch size, rates (of the alphas, too), warmup, cosine and its floor, clipping,
-    # weight of L1; 512 tokens (MA: "up to 512"); and attention is trained, since otherwise the loss
-    # does not drop as MA's does. [deviation] samples are drawn with replacement, as batches are
+    # [choice] batch size, learning rates, their warmup and cosine, clipping, l1. 512 tokens: MA has
+    # "up to 512". Attention is trained: otherwise the loss does not drop as MA's does.
+    # [deviation] samples are drawn with replacement, as batches are
     'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2.pt', block_size=512,
                       data='wikitext-2', samples=1000, batch_size=4, grad_accum_steps=2,
                       max_iters=12500,  # 100 epochs of 125 steps
@@ -340,14 +341,14 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's attention, fused. If c.masks names some: with masks, and an alpha for each."""
+    """GPT-2's attention or, if there are c.masks, a student's, with an alpha for each mask."""
     def __init__(self, c):
         super().__init__()
         self.n_head, self.reading = c.n_head, c.reading
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
-        self.masks, self.alpha = [('all', 1)], None
-        if c.masks:  # [choice] all masks start alike, c = 1/2
+        self.masks, self.alpha = [('all', 1)], None  # a teacher's
+        if c.masks:  # [choice] all masks start alike, with c_k = 1/2
             self.masks = parse_masks(c.masks)
             self.alpha = nn.Parameter(torch.zeros(len(self.masks)))
 
@@ -404,11 +405,10 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
+        # From seed and name alone, so that what two models share starts equal. All others, such as
+        # norms or a layer of yours, keep the values they were made with.
         for name, p in self.named_parameters():
-            if name.endswith(('wte.weight', 'wpe.weight', 'c_attn.weight', 'c_fc.weight',
-                              'c_proj.weight')):
-                # from seed and name alone, so that what two models share starts equal. All others,
-                # such as norms or a layer of yours, keep the values they were made with
+            if re.search(r'(wte|wpe|c_attn|c_fc|c_proj)\.weight$', name):
                 generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
                 std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
                 nn.init.normal_(p, 0.0, std, generator=generator)
@@ -422,7 +422,7 @@ class GPT2(nn.Module):
                 maps.append(block.attn.weights(block.ln_1(x)))
             x = block(x)
         x = self.ln_f(x[:, -1:] if last else x)
-        # GPT-2's logits are near -100, where bfloat16 rounds to 0.5, which alone is a KL of 5e-3
+        # in float32: bfloat16 rounds GPT-2's logits, near -100, to steps of 0.5, a KL of 5e-3
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, self.wte.weight)
 
@@ -447,7 +447,7 @@ class GPT2(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def read_meta(name, *kinds):
-    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: what fits."""
+    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: those that it may have."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
@@ -486,14 +486,14 @@ def windows(tokens, starts, c, device):
     return rows[:, :-1], rows[:, 1:]
 
 def get_tokenizer(name):
-    """Functions encode, text -> ids, and decode, ids -> text. tiktoken downloads gpt2's once."""
+    """encode (text -> ids) and decode (ids -> text). tiktoken downloads gpt2's files once."""
     if name == 'bytes':
         return (lambda text: list(text.encode(errors='replace')),
                 lambda ids: bytes(i for i in ids if i < 256).decode(errors='replace'))
     import tiktoken
     gpt2 = tiktoken.get_encoding('gpt2')
     return (lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}),
-            lambda ids: gpt2.decode([i for i in ids if i < 50257]))  # vocab_size may be padded
+            lambda ids: gpt2.decode([i for i in ids if i < 50257]))  # a padding id has no text
 
 # ------------------------------------ training ------------------------------------
 def make_teacher(c, meta):
@@ -505,15 +505,16 @@ def make_teacher(c, meta):
 def make_student(teacher, c):
     """A copy of the teacher, with masks. --learn says what trains in it."""
     model = GPT2(replace(teacher.config, masks=c.masks, reading=c.reading))
-    model.to(teacher.wte.weight).load_state_dict(teacher.state_dict(), strict=False)  # no alphas
-    trained = '.attn.' if c.learn == 'attention' else '.alpha'
+    model.to(teacher.wte.weight)  # its device and dtype
+    model.load_state_dict(teacher.state_dict(), strict=False)  # which has no alphas
+    part = '.attn.' if c.learn == 'attention' else '.alpha'
     for name, p in model.named_parameters():
-        p.requires_grad_(trained in name)
+        p.requires_grad_(part in name)
     return model
 
 def find_teacher(c, data):
-    """The teacher of c's student: the one in its checkpoint, in --init, or our own, whose run is
-    made or finished here."""
+    """The teacher of c's student: from its checkpoint, from --init or from a teacher's run, which
+    is made or finished first."""
     if c.resume:
         file = Path(c.folder, 'ckpt.pt')
     elif c.init:
@@ -521,24 +522,22 @@ def find_teacher(c, data):
     else:
         file = train_teacher(c, data)['folder'] / 'best.pt'
     teacher, _, _ = load_pair(file)
-    wanted = dict(asdict(c), vocab_size=c.vocab_size or data.meta['vocab_size'])
+    wanted = replace(c, vocab_size=c.vocab_size or data.meta['vocab_size'])
     for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size'):
-        size = getattr(teacher.config, name)
-        if wanted[name] not in (size, getattr(Config, name)):  # a default asks for nothing
-            fail(f'{file} has {name} {size}, not {wanted[name]}')
+        has, asked = getattr(teacher.config, name), getattr(wanted, name)
+        if asked not in (has, getattr(Config, name)):  # a default fits any file
+            fail(f'{file} has {name} {has}, not {asked}')
     if c.block_size > teacher.config.block_size:
-        fail(f'{file} has {teacher.config.block_size} positions: too few for --block-size '
-             f'{c.block_size}')
+        fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
     return teacher
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
-    alphas, matrices, others = [], [], []
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            group = alphas if name.endswith('.alpha') else matrices if p.dim() == 2 else others
-            group.append(p)
-    decay = 0.0 if alphas else c.weight_decay
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    alphas = [p for name, p in trained if name.endswith('.alpha')]
+    rest = [p for name, p in trained if not name.endswith('.alpha')]
+    matrices, others = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
+    decay = 0.0 if alphas else c.weight_decay  # only a student has alphas
     groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
               dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
               dict(params=others, peak=c.learning_rate, weight_decay=0.0)]
@@ -548,17 +547,16 @@ def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
-    # the final 1, since NumPy takes the seeds [5, 7] and [5, 7, 0] for the same
-    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])
+    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: a final 0 is ignored
     starts = rng.integers(c.samples or n, size=size)
-    if c.samples:  # the same ones in every step
+    if c.samples:  # starts are indices of samples, which are the same ones in every step
         rng = np.random.default_rng([zlib.crc32(b'samples'), c.seed, 1])
         starts = rng.integers(n, size=c.samples)[starts]
     return windows(data.train, starts[micro_step], c, device)
 
 def loss_of(net, teacher, batch, c):
     """A teacher's cross-entropy; a student's KL and L1 on the coefficients [MA Sec. 2.5].
-    [deviation] The KL is a mean over tokens, not MA's sum, because with a sum the right --l1 and
+    [deviation] The KL is a mean over tokens. MA's is a sum: with it, the right --l1 and
     --learning-rate would depend on the batch size."""
     x, y = batch  # (B, T) each
     if teacher is None:
@@ -596,7 +594,7 @@ def evaluate(model, teacher, data, c, device):
 
 CRITERIA = {  # MA's goals for a student  [MA Sec. 2.4]
     'accuracy': ('>=', 0.95),  # of the next token, divided by the teacher's
-    'cosine': ('>=', 0.95),    # of both gradients for c_attn, c_proj, of [choice] cross-entropy
+    'cosine': ('>=', 0.95),    # of gradients of [choice] the cross-entropy for c_attn and c_proj
     'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and [choice] pairs j <= i
     'kl': ('<=', 1e-3),        # KL(teacher || student) in nats, mean over tokens
 }
@@ -607,12 +605,10 @@ def meets(name, value):
     return value >= limit if sign == '>=' else value <= limit
 
 def look_inside(model, x, y):
-    """Of a batch, x and y (B, T): log-probabilities (B, T, V), their summed cross-entropy, its
-    gradient for c_attn and c_proj in all layers, and attention weights (B, nh, T, T) of each."""
-    maps, params = [], []
-    for name, p in model.named_parameters():
-        if '.attn.c_' in name:
-            params.append(p.requires_grad_())
+    """x and y (B, T) -> log-probabilities (B, T, V), their summed cross-entropy, its gradient for
+    c_attn and c_proj of all layers, and every layer's attention weights (B, nh, T, T)."""
+    params = [p.requires_grad_() for name, p in model.named_parameters() if '.attn.c_' in name]
+    maps = []
     log_p = F.log_softmax(model(x, maps=maps), dim=-1)
     nll = F.nll_loss(log_p.flatten(0, 1), y.flatten(), reduction='sum')
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(nll, params)])
@@ -621,14 +617,15 @@ def look_inside(model, x, y):
 def measure(model, teacher, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T): CRITERIA's figures,
     how many meet their goal, and both perplexities.  [MA Sec. 2.4]"""
-    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]
+    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]  # ours to change
     tokens = pairs = right = nll = gradient = kl = squares = 0
     for x, y in batches:
         both = [look_inside(net, x, y) for net in nets]
         tokens += y.numel()
-        right += torch.stack([(b.log_p.argmax(-1) == y).sum() for b in both])  # teacher, student
-        nll += torch.stack([b.nll for b in both])
-        gradient += torch.stack([b.gradient for b in both])
+        # these three are pairs: of the teacher and of the student
+        right += torch.stack([(net.log_p.argmax(-1) == y).sum() for net in both])
+        nll += torch.stack([net.nll for net in both])
+        gradient += torch.stack([net.gradient for net in both])
         theirs, ours = both
         kl += (theirs.log_p.exp() * (theirs.log_p - ours.log_p)).sum()
         for P, Q in zip(theirs.maps, ours.maps):  # (B, nh, T, T)
@@ -666,8 +663,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale. So only
-    # a scale of 1 is an error, which it always is in other dtypes.
+    # Where gradients overflow float16, the scaler skips the step and halves its scale. So it
+    # is an error only at a scale of 1, which other dtypes always have.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -683,7 +680,7 @@ def train(c, folder=None, data=None, teacher=None):
     data = data or load_data(c)
     if c.masks:
         teacher = (teacher or find_teacher(c, data)).to(device).eval()
-    torch.manual_seed(c.seed)  # for layers of your own
+    torch.manual_seed(c.seed)  # for the weights of layers that you add
     model = make_student(teacher, c) if c.masks else make_teacher(c, data.meta).to(device)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
@@ -691,18 +688,18 @@ def train(c, folder=None, data=None, teacher=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
-    kind = f'student with {c.masks}' if teacher else 'teacher'
+    role = f'student with {c.masks}' if teacher else 'teacher'
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f'model   {kind}, {trained:,} parameters to train, on {device} in {dtype}\n'
+    print(f'model   {role}, {trained:,} parameters to train, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
-        # the checkpoint comes before the evaluation, which a resumed run repeats
+        # the checkpoint comes first: a resumed run evaluates again
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
-            weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
+            state = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
             if teacher:  # a student needs no other file
-                weights['teacher'] = teacher.state_dict()
+                state['teacher'] = teacher.state_dict()
             save(folder, 'ckpt.pt', dict(
-                weights, settings=asdict(c), code=zlib.crc32(CODE), scaler=scaler.state_dict(),
+                state, settings=asdict(c), code=zlib.crc32(CODE), scaler=scaler.state_dict(),
                 optimizer=optimizer.state_dict(), progress=(step, seconds, log, losses)))
             row = dict(step=step, seconds=seconds)
             if losses:
@@ -719,7 +716,7 @@ def train(c, folder=None, data=None, teacher=None):
             log.append(row)
             losses = []
             if row['val_loss'] == min(past['val_loss'] for past in log):
-                save(folder, 'best.pt', weights)
+                save(folder, 'best.pt', state)
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4f}', flush=True)
         if step == c.max_iters:
@@ -741,11 +738,10 @@ def train(c, folder=None, data=None, teacher=None):
 
 # ------------------------------------ report, sample, criteria ------------------------------------
 def report(c, model, log, folder, data):
-    """Print the result beside its yardstick, draw the run, and let both models write."""
+    """Print the result and draw the run. A student and its teacher also write a text."""
     if c.masks:
         teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
         print_criteria(c, model, teacher, data, log[-1])
-        draw_layers(folder, log, len(model.h), parse_masks(c.masks))
     else:
         print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token (a uniform '
               f'guess: {math.log(model.config.vocab_size):.3f})')
@@ -753,6 +749,7 @@ def report(c, model, log, folder, data):
                               "validation loss (a student's: KL)": 'val_loss'})
     if not c.masks:
         return print(f'files   {folder}, whose best.pt --init takes\n')
+    draw_layers(folder, log, len(model.h), parse_masks(c.masks))
     try:
         print(write_on(replace(c, num_samples=1), teacher, model, data.meta['tokenizer']), '\n')
     except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
@@ -762,8 +759,8 @@ def report(c, model, log, folder, data):
           f'        python {SCRIPT}.py sample --folder "{folder}"')
 
 def print_criteria(c, model, teacher, data, trained=None):
-    """Print MA's goals beside what the masks alone and the trained student reach on c.eval_rows
-    sequences -> the student's figures, which are measured unless given."""
+    """Print MA's goals beside the figures of the masks alone and of the trained student, on
+    c.eval_rows sequences -> the student's figures, which are measured unless `trained` has them."""
     batches = [*validation(data, c, teacher.wte.weight.device)]
     trained = trained or measure(model, teacher, batches)
     alone = measure(make_student(teacher, c).eval(), teacher, batches)
@@ -787,18 +784,18 @@ def draw_layers(folder, log, n_layer, masks):
     except ImportError:
         return  # draw_curves has said so
     picture = figure.Figure(figsize=(5 * len(masks), 4), layout='tight')
+    steps = [row['step'] for row in log]
     for k, (kind, n) in enumerate(masks, 1):
         axis = picture.add_subplot(1, len(masks), k, xlabel='step',
                                    title=f'coefficient of the mask {kind}:{n}')
         for layer in range(n_layer):
-            axis.plot([row['step'] for row in log], [row[f'{layer}.{kind}:{n}'] for row in log],
-                      '.-', color=colormaps['viridis'](0.8 * layer / max(1, n_layer - 1)),
-                      label=f'layer {layer}')
+            axis.plot(steps, [row[f'{layer}.{kind}:{n}'] for row in log], '.-',
+                      color=colormaps['viridis'](layer / n_layer), label=f'layer {layer}')
         axis.grid(alpha=0.3)
     axis.legend()
     picture.savefig(folder / 'layers.png')
 
-MA_PROMPTS = [  # short and longer ones
+MA_PROMPTS = [
     'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
     'The future of artificial intelligence',
     'In the year 2157, humanity had finally perfected interstellar travel. The first colony ship, '
@@ -818,7 +815,7 @@ def write_on(c, teacher, student, tokenizer):
         idx = torch.tensor([encode(prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
         for name, net in ('teacher', teacher), ('student', student):
             torch.manual_seed(c.seed)
-            for _ in range(c.num_samples if net else 0):
+            for _ in range(c.num_samples if net else 0):  # a teacher's run has no student
                 out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
                 texts.append(f'\n{name}: {decode(out)}')
     return '\n'.join(texts)
@@ -835,8 +832,8 @@ def criteria(c):
     teacher, student, saved = load_pair(newest_run(c) / 'ckpt.pt', pick_device(c)[0])
     if student is None:
         fail('that run is a teacher: name a student\'s --folder')
-    own = Config(**dict(saved['settings'], eval_rows=c.judge_rows))
-    return print_criteria(own, student, teacher, load_data(own))
+    c = Config(**dict(saved['settings'], eval_rows=c.judge_rows))  # that run's settings
+    return print_criteria(c, student, teacher, load_data(c))
 
 # ------------------------------------ runs ------------------------------------
 # A run is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's
@@ -886,7 +883,7 @@ def load(path):
          'converts many kinds')
 
 def load_pair(path, device='cpu'):
-    """Teacher, student (None in a teacher's file) and the rest of a checkpoint."""
+    """A file -> teacher, student (None in a teacher's file) and all that is in the file."""
     saved, student = load(path), None
     try:
         config = Config(**saved['config'])
@@ -900,7 +897,7 @@ def load_pair(path, device='cpu'):
     return teacher.to(device).eval(), student, saved
 
 def newest_run(c):
-    """The folder of --folder, or of the newest run."""
+    """--folder or, without it, the newest run's folder."""
     folder = Path(c.folder)
     if not c.folder:
         files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
@@ -913,7 +910,7 @@ def newest_run(c):
 def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
     saved = load(Path(c.folder, 'ckpt.pt'))
-    # a field that the checkpoint lacks, since it is new, counts as its default
+    # a field that is newer than the checkpoint counts as its default
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
     now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
     for name in sorted((then.keys() | now.keys()) - MACHINE):
@@ -945,7 +942,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 is far off
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -996,12 +993,16 @@ def train_and_report(c, data=None):
         report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
+def meet():
+    """Wait until all processes of this command are here."""
+    if WORLD > 1:
+        dist.barrier()
+
 def train_teacher(c, data=None):
-    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. Its run
-    is named by what makes a teacher, so that all commands that need it find it."""
+    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. The
+    settings in TEACHER name its run, so every command that needs this teacher finds it."""
     data = data or load_data(c)
-    flags = {name: getattr(c, name) for name in TEACHER}
-    flags = {name: x for name, x in flags.items() if x != getattr(Config, name)}
+    flags = {key: x for key, x in vars(c).items() if key in TEACHER and x != getattr(Config, key)}
     name = run_name('teacher', dict(flags, checksum=data.meta['checksum']))
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
     own = Config(**{name: getattr(c, name) for name in TEACHER | MACHINE})
@@ -1015,18 +1016,13 @@ def train_teacher(c, data=None):
             fcntl.flock(file, fcntl.LOCK_EX)  # wait while another command trains this teacher
         meet()
         own = find_folder(own, name)
-        if own.resume:  # how often it is evaluated stays as it was, and tells no teachers apart
+        if own.resume:  # resume_run wants these two as they were
             then = load(Path(own.folder, 'ckpt.pt'))['settings']
             own = replace(own, eval_interval=then['eval_interval'], eval_rows=then['eval_rows'])
         meet()  # all have found the folder, before the first process makes it
         result = train_and_report(own, data)
         meet()  # the first process has written best.pt
     return result
-
-def meet():
-    """Wait until all processes of this command are here."""
-    if WORLD > 1:
-        dist.barrier()
 
 def parse(argv):
     """argv -> action, and its Config: flags override the preset."""
