@@ -447,7 +447,7 @@ class GPT2(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def read_meta(name, *kinds):
-    """The folder data/NAME, which prepare_data.py made, and its meta.json. kinds: what it may hold."""
+    """The folder data/NAME that prepare_data.py made, and its meta.json, of one of `kinds`."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '

@@ -1006,7 +1006,7 @@ def test_vit_evaluation(tmp_path):
 
 @wants('PIL')
 def test_vit_photos(tmp_path):
-    """Photos train, with RandAugment, too. predict takes several, and folders, in batches; a file
+    """Photos train, with RandAugment, too. predict takes several, and folders; a file
     that is no photo is named. It finds what validation finds."""
     data = vit_photos(tmp_path / 'photos', red=9, blue=9)
     flags = tiny(vit, tmp_path, '--data', data, '--randaugment', 'fixed')
@@ -1110,18 +1110,14 @@ def x_of(name, q, k, c, padding=None, is_self=False):
 
 def test_detr_lasso_ends_at_the_minimum():
     """With every option ADMM finds what coordinate descent finds."""
-    def slow_lasso(q, k, c, skip):
+    def slow_lasso(q, k, e, c):
         """The elastic net of one query: each coordinate in turn moves to its own best."""
-        positive, e = c.penalty == 'positive', c.ridge * (k ** 2).sum() / k.shape[1]
-        products = np.delete(k @ q, [] if skip is None else skip)
-        most = products.max() if positive else abs(products).max()
-        x = np.zeros(len(k))
+        size = np.abs if c.penalty == 'l1' else lambda products: np.maximum(products, 0)
+        x, least, limit = np.zeros(len(k)), c.sparsity * size(k @ q).max(), c.clamp or np.inf
         for _, j in itertools.product(range(100), range(len(k))):
-            if j != skip and k[j].any():
-                rest = k[j] @ (q - x @ k + x[j] * k[j])
-                size = rest if positive else abs(rest)
-                x[j] = np.sign(rest) * max(size - c.sparsity * most, 0) / (k[j] @ k[j] + e)
-                x[j] = x[j].clip(-c.clamp, c.clamp) if c.clamp else x[j]
+            rest = k[j] @ (q - x @ k + x[j] * k[j])
+            best = np.sign(rest) * max(size(rest) - least, 0) / (k[j] @ k[j] + e + 1e-30)
+            x[j] = best.clip(-limit, limit)
         return x
 
     for options, clamp, is_self in itertools.product(OPTIONS, (0.0, 0.2), (False, True)):
@@ -1135,63 +1131,50 @@ def test_detr_lasso_ends_at_the_minimum():
         close(x, solve(vanilla=True), 1e-9)
         for head, i in (0, 1), (1, 0):
             Q, K = [np.array(t.tolist()) for t in (q[0, head, i], k[0, head])]
-            close(x[0, head, i], slow_lasso(Q, K, c, i if is_self else None), 1e-6)
+            e = c.ridge * (K ** 2).sum() / 5
+            if is_self:
+                K[i] = 0  # so that x_ii is 0
+            close(x[0, head, i], slow_lasso(Q, K, e, c), 1e-6)
         assert not solve(1.01).any(), options
         assert solve(0.99)[:, :, :3].any(-1).all(), options
         close(solve(0), solve(1e-9), 1e-4)  # no penalty is not no x
-        assert solve(0).any(), options
+        prox, size = detr.PENALTY[c.penalty]  # one of your own, twice as large
+        double = lambda v, t: prox(v, 2 * t), lambda products: size(products) / 2
+        with patch.dict(detr.PENALTY, {c.penalty: double}):
+            close(solve(), x, 1e-12)
     k = torch.tensor([[[[1.0, 0.0], [1.0, 0.1]]]], device=DEVICE)
     q = torch.tensor([[[[-1.0, 5.0]]]], device=DEVICE)
     assert not detr.lasso(q, k, detr.Config(rho=1e-4, ridge=0.0, iterations=3)).any()
-
-def test_detr_a_penalty_of_your_own():
-    """Pairs of tokens come and go together: no small step improves what is found."""
-    def prox(v, t):
-        pairs = v.unflatten(-1, (-1, 2))
-        length = pairs.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-        return (pairs * (1 - t.unsqueeze(-1) / length).clamp_min(0)).flatten(-2)
-    size = lambda products: products.unflatten(-1, (-1, 2)).norm(dim=-1)
-    q, k = tokens(3, 8, d=6)
-    c = detr_config(penalty='pairs', sparsity=0.3, iterations=1000, ridge=3.0)
-    with patch.dict(detr.PENALTY, pairs=(prox, size)):
-        x = detr.lasso(q, k, c)
-        assert not detr.lasso(q, k, dataclasses.replace(c, sparsity=1.01)).any()
-    assert 0 < size(x).count_nonzero() < size(x).numel()
-    lam, e = 0.6 * size(q @ k.mT).amax(-1), 3 * k.square().sum((2, 3))[..., None] / 6
-    def objective(x):
-        return (q - x @ k).square().sum(-1) + lam * size(x).sum(-1) + e * x.square().sum(-1)
-    for seed in range(20):
-        step = 1e-4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        assert (objective(x + step.to(x)) > objective(x) - 1e-12).all()
 
 def test_detr_how_far_iterations_get():
     """Relative to its length, x is within 1 % of the optimum by default, and its gradient points
     where the optimum's does. With OA's settings it is off by 30 %, as published by more than its
     length, and its gradient points elsewhere."""
-    generator = torch.Generator().manual_seed(1)
-    for settings, low, high, alike in ({}, 0, 0.01, (0.999, 1)), (detr.OA, 0.25, 0.35, (0.25, 0.5)):
-        c, solved = detr.Config(**settings, hidden_dim=32, nheads=2), {}
-        weight = torch.randn(6, 64, generator=generator, dtype=torch.float64).to(DEVICE)
-        for n in (c.iterations, 1000):
-            q, k = [t.requires_grad_() for t in tokens(6, 64, d=16)]
-            K = detr_layer('admm', c).tokens_to_solve_over(k, k, None)
-            x = detr.lasso(q, K, dataclasses.replace(c, iterations=n))
-            solved[n] = x, *torch.autograd.grad((x[..., :64] * weight).sum(), (q, k))
-        (x, *gradients), (best, *those) = solved.values()
-        gap, published = [((some - best).norm(dim=-1) / best.norm(dim=-1)).mean().item()
-                          for some in (x, printed.as_published(q, K, detr.Config(iterations=15)))]
-        cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0).item()
-                   for a, b in zip(gradients, those)]
-        assert low < gap < high and published > 2, (gap, published)
-        assert all(alike[0] < cosine <= alike[1] + 1e-9 for cosine in cosines), cosines
+    weight = noise(6, 64).double().to(DEVICE)
+    for settings, low, high, alike in ({}, 0, 0.01, (0.999, 1.1)), (detr.OA, 0.25, 0.35, (0, 0.6)):
+        c = detr.Config(**settings, hidden_dim=32, nheads=2)
+        q, k = [t.requires_grad_() for t in tokens(6, 64, d=16)]
+        K = detr_layer('admm', c).tokens_to_solve_over(k, k, None)
+        x, best = [detr.lasso(q, K, dataclasses.replace(c, iterations=n))
+                   for n in (c.iterations, 1000)]
+        published = printed.as_published(q, K, detr.Config(iterations=15))
+        gap, far = [((some - best).norm(dim=-1) / best.norm(dim=-1)).mean()
+                    for some in (x, published)]
+        assert low < gap < high and far > 2, (gap, far)
+        ours, optimal = [torch.autograd.grad((some[..., :64] * weight).sum(), (q, k),
+                                             retain_graph=True) for some in (x, best)]
+        cosines = [F.cosine_similarity(a.flatten(), b.flatten(), 0)
+                   for a, b in zip(ours, optimal)]
+        assert all(alike[0] < cosine < alike[1] for cosine in cosines), cosines
 
 def test_detr_attention_by_hand():
     """Tokens put together by hand: without padding, centred, with random ones; l2 with x_ii = 0."""
     hidden = torch.arange(9, device=DEVICE)[None] >= 7
-    extra = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    extra = noise(3, 6).to(DEVICE)
     for is_self, centre in (False, True), (True, False):
-        c = detr_config(sparsity=0.05, rho=0.2, iterations=9, ridge=1.0, centre=centre,
-                        penalty='positive' if centre else 'l1', random_tokens=3)
+        c = detr_config(sparsity=0.05, rho=0.2, iterations=9, ridge=1.0, random_tokens=3,
+                        penalty='positive' if centre else 'l1', centre=centre,
+                        power=0 if is_self else 5)
         q, k = tokens(3, 9, d=6)
         q = k if is_self else q
         real = k[:, :, :7]
@@ -1209,70 +1192,63 @@ def test_detr_attention_by_hand():
         for name, want in (('admm', x), ('admm-vanilla', x), ('l2', ridge)):
             c.rho = 0.3 if name == 'l2' else 0.2  # which is nothing to l2
             got = x_of(name, q, k, c, hidden, is_self)
-            close(got, want ** 5 / (want ** 5).abs().sum(-1, keepdim=True), 1e-8)
+            if c.power:
+                want = want ** 5 / (want ** 5).abs().sum(-1, keepdim=True)
+            close(got, want, 1e-8)
             assert not got[..., 7:9].any(), name
 
 def test_detr_degenerate_tokens():
     """Tokens of rank one, repeated, zero, large and small give finite x and gradients; so do the
-    printed formulas with fewer tokens than channels. Gradients of ordinary ones are right, those
-    of the printed formulas where smooth, in one iteration."""
-    q, k = [t.requires_grad_() for t in tokens(2, 4, d=4)]
-    options = dict(OPTIONS[-1], centre=True, random_tokens=2, power=3)
-    with patch.dict(detr.ATTENTION, PRINTED):
-        for name, more in [*((name, {}) for name in detr.ATTENTION), ('admm', options)]:
-            c = detr_config(iterations=1 if 'printed' in name else 4, **more)
-            solve = lambda q, k: x_of(name, q, k, c)
-            assert torch.autograd.gradcheck(solve, [q, k], atol=1e-6), name
-        q, k = tokens(6, 10, d=8, dtype=torch.float32)
-        rank_one = k[..., :1] * torch.ones(8, device=DEVICE)
-        all_tokens = (rank_one, k[:, :, :1].expand_as(k), 0 * k, 1e4 * k, 1e-6 * k)
-        cases = [(*case, False) for case in itertools.product(EXACT, (q, 0 * q), all_tokens,
-                                                              OPTIONS)]
-        cases += [(name, k, k, more, True)
-                  for name, k, more in itertools.product(EXACT, all_tokens, OPTIONS)]
-        q, k = tokens(6, 20, d=64, dtype=torch.float32)
-        for name, q, k, more, is_self in [*cases, ('admm-printed', q, 10 * k, {}, False)]:
-            q, k = [t.detach().requires_grad_() for t in (q, k)]
+    printed formulas with fewer tokens than channels."""
+    q, k = tokens(6, 10, d=8, dtype=torch.float32)
+    rank_one = k[..., :1] * torch.ones(8, device=DEVICE)
+    all_tokens = (rank_one, k[:, :, :1].expand_as(k), 0 * k, 1e4 * k, 1e-6 * k)
+    cases = [(name, query, k, more, query is k)
+             for name, k, more in itertools.product(EXACT, all_tokens, OPTIONS)
+             for query in (q, 0 * q, k)]
+    q, k = tokens(6, 20, d=64, dtype=torch.float32)
+    cases.append(('admm-printed', q, 10 * k, {}, False))
+    for name, q, k, more, is_self in cases:
+        q, k = [t.detach().requires_grad_() for t in (q, k)]
+        with patch.dict(detr.ATTENTION, PRINTED):
             x = x_of(name, q, k, detr_config(centre=True, **more), None, is_self)
-            for t in x, *torch.autograd.grad(x.square().sum(), (q, k)):
-                assert t.isfinite().all(), (name, more, k)
+        for t in x, *torch.autograd.grad(x.square().sum(), (q, k)):
+            assert t.isfinite().all(), (name, more, k)
     close(detr.sharpen(torch.tensor([1e-8, 0.0]), 3), 0, 1e-5)  # it fades
 
 def test_detr_padding_and_precision():
-    """Padding changes nothing; values are mixed, or solved over; random tokens mix theirs if asked;
-    float16 and autocast are solved in float32; the fused softmax is the formula's; dropout falls on
-    x, alike in all rows."""
+    """Padding changes nothing; the fused softmax is the formula's; dropout falls on x. Values are
+    mixed, or solved over; random tokens mix theirs if asked. float16 and autocast are solved in
+    float32."""
     q, k, hidden = [x.transpose(1, 2).flatten(2).float() for x in tokens(6, 10, 4, d=8)]
     padded = torch.cat([k, 50 * hidden], 1)
     padding = torch.arange(14, device=DEVICE)[None] >= 10
-    c = detr_config(centre=True, dropout=0.5)
+    itself = torch.eye(14, device=DEVICE).expand(1, 2, -1, -1)  # values that make x visible
     for name in ('softmax', 'no-weights', *EXACT):
-        layer = detr_layer(name, c).eval()
+        def make(**settings):
+            return detr_layer(name, detr_config(centre=True, **settings)).eval()
+        layer = make(dropout=0.5)
         want = layer(q, k, k)
         close(layer(q, padded, padded, padding), want, 1e-4)
         heads = layer.heads(q, padded, padded)
         x = layer.coefficients(*heads, padding)
         close(layer.out_proj((x @ heads[2]).transpose(1, 2).flatten(2)), want, 1e-4)
-        with patch.object(layer, 'training', True):
-            dropped = layer.mix(*heads[:2], torch.eye(14, device=DEVICE).expand(1, 2, -1, -1),
-                                padding)  # x itself
-            share = (dropped[x > 1e-6] == 0).float().mean()
-            kept = (dropped != 0) & (x > 1e-6)
-            close(dropped[kept], 2 * x[kept], 1e-4)
-            assert 0.2 < share < 0.8, (name, share)
+        mixed = layer.train().mix(*heads[:2], itself, padding)[x > 1e-6]
+        close(mixed[mixed != 0], 2 * x[x > 1e-6][mixed != 0], 1e-4)
+        assert 0.2 < (mixed != 0).float().mean() < 0.8, name
         if name in EXACT:
+            layer.eval()
             close(layer(q, k, -k), -want, 1e-5)
-            close(detr_layer(name, dataclasses.replace(c, rebuild_from='values', dropout=0.0))(
-                q, 0 * k, k), want, 1e-5)
+            close(make(rebuild_from='values')(q, 0 * k, k), want, 1e-5)
             half = layer(*[(400 * t).half() for t in (q, k, k)])  # squares overflow
             close(half.float() / 400, want, 0.05)
             with torch.autocast(q.device.type, torch.bfloat16):
                 close(layer(q, k, k), want, 1e-6)
-            some = detr_layer(name, dataclasses.replace(c, random_tokens=3, dropout=0.0))
-            x, v = some.coefficients(*some.heads(q, k, k), None), some.heads(k)[0]
-            close(some.mix(*some.heads(q, k, k), None), x[..., :10] @ v, 1e-5)
-            some.config.mix_random = True
-            close(some.mix(*some.heads(q, k, k), None), x @ detr.add_random(v, some.random), 1e-5)
+            some = make(random_tokens=3)
+            heads, v = some.heads(q, k, k), detr.add_random(some.heads(k)[0], some.random)
+            x = some.coefficients(*heads, None)
+            close(some.mix(*heads, None), x[..., :10] @ v[:, :, :10], 1e-5)
+            close(make(random_tokens=3, mix_random=True).mix(*heads, None), x @ v, 1e-5)
 
 def test_detr_published_equations():
     """(3) and (4), query by query, against numpy to the letter."""
@@ -1294,8 +1270,7 @@ def test_detr_published_equations():
             x, mu = new, mu + new - z
         whatever = dataclasses.replace(c, penalty='positive', centre=True)  # they know no such
         close(printed.as_published(k, k, whatever, True, vanilla, sigma=0.0)[0, 1, 2], x, 1e-9)
-        more = torch.cat([k, torch.randn(32, 6, generator=torch.Generator().manual_seed(0)).expand(
-            1, 2, -1, -1).to(k)], 2)
+        more = torch.cat([k, noise(32, 6).to(k).expand(1, 2, -1, -1)], 2)
         all_padding = torch.ones(1, 9, dtype=torch.bool, device=DEVICE)  # which is ignored
         with patch.dict(detr.ATTENTION, PRINTED):
             got = x_of(name, k, k, whatever, all_padding, True)
@@ -1303,12 +1278,11 @@ def test_detr_published_equations():
 
 def test_detr_printed_file(tmp_path):
     """The printed equations are rows of a file of their own, which trains them."""
-    argv = [printed.__file__, *tiny(detr, tmp_path, *CPU, '--max-iters', 0),
-            '--cross-attention', 'admm-printed']
-    with patch.object(sys, 'argv', argv), patch.dict(detr.ATTENTION), quick_report(), \
-            contextlib.redirect_stdout(io.StringIO()) as out:
+    flags = tiny(detr, tmp_path, '--cross-attention', 'admm-printed', '--max-iters', 0)
+    with patch.object(sys, 'argv', [printed.__file__, *flags]), patch.dict(detr.ATTENTION), \
+            quick_report(), contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(printed.__file__, run_name='__main__')
-    assert 'admm-printed' in out.getvalue() and 'result' in out.getvalue(), out.getvalue()
+    assert 'cross-attention admm-printed' in out.getvalue(), out.getvalue()
 
 def test_detr_as_facebookresearch():
     """The outputs and losses of facebookresearch/detr with the same weights, in float64."""
@@ -1325,32 +1299,30 @@ def test_detr_as_facebookresearch():
     boxes = torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.2, 0.3, 0.2, 0.2], [0.8, 0.7, 0.1, 0.5],
                           [0.4, 0.6, 0.3, 0.3]], dtype=torch.float64, device=DEVICE)
     labels = torch.tensor([3, 17, 44, 1], device=DEVICE)
-    targets = [dict(labels=labels[part], boxes=boxes[part]) for part in (slice(3), slice(3, 4))]
+    targets = [dict(labels=labels[:3], boxes=boxes[:3]), dict(labels=labels[3:], boxes=boxes[3:])]
     losses = dict(loss=22.547493929079366, loss_ce=5.380897302367627, class_error=100.0,
                   loss_bbox=0.7935184912997751, loss_giou=0.949098149243916)
     found = detr.set_loss(out, targets, c)
     for name, want in losses.items():
         close(found.pop(name), want, 1e-5)
     assert not found and out['grid'] == (3, 4), (found, out['grid'])
-    x = qkv(1, 3, 2, 2, dtype=torch.float32)[0]
-    close(detr.FrozenBatchNorm2d(3).to(DEVICE)(x), x, 1e-4)
-    out['pred_logits'][0, 5, 3] += 99  # now two of the four objects find their class
-    out['pred_logits'][1, 3, 1] += 99
+    for layer in (out, *out['aux_outputs']):  # now two of the four objects find their class
+        layer['pred_logits'][0, 5, 3] += 99
+        layer['pred_logits'][1, 3, 1] += 99
     close(detr.set_loss(out, targets, c)['class_error'], 50, 1e-5)
 
 def test_detr_initial_weights():
-    """The transformer's matrices have Xavier's size, others PyTorch's; a layer of one's own keeps
-    the values that it was made with; reconstructions have no weights, but for --out-proj."""
-    class Gated(detr.MultiheadAttention):
-        def __init__(self, c, is_self=False):
-            super().__init__(c, is_self)
-            self.gate = torch.nn.Linear(c.hidden_dim, 1)
-            torch.nn.init.zeros_(self.gate.weight)
-            torch.nn.init.constant_(self.gate.bias, 3)
-    with patch.dict(detr.ATTENTION, gated=Gated):
+    """The transformer's matrices have Xavier's size, others PyTorch's; the seed decides; a layer of
+    one's own keeps the values that it was made with."""
+    def gated(c, is_self=False):
+        layer = detr.MultiheadAttention(c, is_self)
+        layer.gate = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(layer.gate.weight, 3)
+        return layer
+    with patch.dict(detr.ATTENTION, gated=gated):
         net = detr_model(detr_config(cross_attention='gated'))
     own = net.transformer.decoder.layers[0].multihead_attn
-    assert not own.gate.weight.any() and own.gate.bias == 3
+    assert (own.gate.weight == 3).all()
     assert not own.out_proj.bias.any() and not own.in_proj_bias.any()
     full = net.state_dict()
     for key, want in (
@@ -1359,10 +1331,6 @@ def test_detr_initial_weights():
             ('backbone.0.body.3.weight', (32 * 9) ** -0.5)):
         assert 0.9 < full[key].abs().max() / want <= 1, key
     assert (full['query_embed.weight'] != detr_model(detr_config(seed=1)).query_embed.weight).any()
-    for name, out_proj in itertools.product(['no-weights', *EXACT], (False, True)):
-        layer = detr.ATTENTION[name](detr_config(out_proj=out_proj))
-        assert len([*layer.parameters()]) == 2 * out_proj and not layer.state_dict().keys() - {
-            'out_proj.weight', 'out_proj.bias'}, name
 
 def test_detr_dropout():
     """It stands between the feed-forward layers, and before each residual sum."""
@@ -1371,33 +1339,28 @@ def test_detr_dropout():
     layer.drop = torch.nn.Tanh()
     close(layer.feed_forward(x), layer.linear2(F.relu(layer.linear1(x)).tanh()).tanh(), 1e-6)
     layer = detr_model(detr_config(dropout=1.0)).transformer.decoder.layers[0].train()
-    close(layer(x, x[0], 99 * x, x, None), layer.norm3(layer.norm2(layer.norm1(x))), 1e-5)
-
-def detr_targets(*counts):
-    """For each image that many labels and boxes."""
-    generator = torch.Generator().manual_seed(1)
-    return [dict(labels=torch.randint(3, (n,), generator=generator).to(DEVICE),
-                 boxes=(torch.rand(n, 4, generator=generator) * 0.4 + 0.1).to(DEVICE))
-            for n in counts]
+    with patch.object(detr.Attention, 'forward', lambda *_: x):
+        close(layer(x, x[0], x, x, None), layer.norm3(layer.norm2(layer.norm1(x))), 1e-5)
 
 def test_detr_losses_by_hand():
     """Without objects, with more of them than queries, with boxes without area. A micro-batch is
     divided by its own objects, in whichever process. Pairs are the same without scipy."""
-    c = detr_config()
-    logits, _, _ = qkv(3, 5, 4)
+    c, logits = detr_config(), qkv(3, 5, 4)[0]
     boxes = torch.full((3, 5, 4), 0.5, device=DEVICE)
-    def losses_of(images, targets):
-        outputs = dict(pred_logits=logits[images], pred_boxes=boxes[images], aux_outputs=[])
-        return detr.set_loss(outputs, targets[images], c)
-    found = losses_of(slice(3), detr_targets(0, 0, 0))
+    def losses(*counts):  # of images with so many objects, which lie in one place
+        some = dict(pred_logits=logits[:len(counts)], pred_boxes=boxes[:len(counts)])
+        return detr.set_loss(dict(some, aux_outputs=[]), [
+            dict(labels=torch.arange(n) % 3, boxes=torch.full((n, 4), 0.3)) for n in counts], c)
+    found = losses(0, 0, 0)
     close(found['loss'], -logits.log_softmax(-1)[..., 3].mean(), 1e-7)
     assert found['loss_bbox'] == found['loss_giou'] == 0 and found['class_error'] == 100, found
-    targets = detr_targets(1, 8, 2)
-    found = losses_of(slice(1, 2), targets)  # five of eight are matched
-    close(found['loss'], sum(found[name] * coef for name, coef in (
-        ('loss_ce', 1), ('loss_bbox', 5), ('loss_giou', 2))), 1e-5)
+    found = losses(8)  # five of them are matched
+    giou = 0.04 / 0.30 - 0.06 / 0.36  # the intersection is 0.2 wide, the box around both 0.6
+    close(found['loss_bbox'], 5 / 8 * 4 * 0.2, 1e-6)
+    close(found['loss_giou'], 5 / 8 * (1 - giou), 1e-6)
+    close(found['loss'], found['loss_ce'] + 5 * found['loss_bbox'] + 2 * found['loss_giou'], 1e-5)
     with patch.object(detr, 'WORLD', 2), patch.dict(sys.modules, {'scipy.optimize': None}):
-        close(losses_of(slice(1, 2), targets)['loss'], found['loss'], 1e-12)
+        close(losses(8)['loss'], found['loss'], 1e-6)
     point = boxes[0, 0]
     close(detr.generalized_box_iou(0 * point, 0 * point), 0, 0)
     logits[0, 3, 2] = 99  # of five equal boxes, the surest of the class
@@ -1436,8 +1399,8 @@ def test_detr_ap_as_pycocotools():
                 APl=0.3568595)
     found.sort(key=lambda x: -x['image_id'])  # equal scores go by image, whatever their order here
     got = detr.coco_ap(dict(annotations=truth), found)
-    wrong = {name: (x, want[name]) for name, x in got.items() if not abs(x - want[name]) < 1e-6}
-    assert got.keys() == want.keys() and not wrong, wrong
+    assert got.keys() == want.keys(), got
+    close([got[name] for name in want], [*want.values()], 1e-6)
     one = dict(image_id=1, category_id=1, bbox=[0, 0, 10, 10], area=100, iscrowd=0)
     crowd = dict(one, bbox=[0, 0, 20, 20], area=400, iscrowd=1)  # all of the detection is in it
     got = detr.coco_ap(dict(annotations=[one, crowd]), [dict(one, bbox=[0, 0, 10, 8], score=1.0)])
@@ -1457,9 +1420,9 @@ def test_detr_shapes():
                 image, name = image.numpy() * detr.STD, classes[target['labels']]
                 y, x = np.nonzero(abs(image - np.median(image[:, 0])).max(0) > 0.25)
                 left, top, w, h = target['annotations'][0]['bbox']
-                corners = detr.box_cxcywh_to_xyxy(target['boxes'][0])
-                for box in 64 * corners, [left, top, left + w, top + h]:
-                    close(box, [x.min(), y.min(), x.max() + 1, y.max() + 1], 5)
+                corners = 64 * detr.box_cxcywh_to_xyxy(target['boxes'][0])
+                close(corners, [x.min(), y.min(), x.max() + 1, y.max() + 1], 5)
+                close(corners, [left, top, left + w, top + h], 1e-4)
                 assert abs(len(x) / (w * h) / areas[name] - 1) < 0.2, name
                 drawn.add(name)
         assert drawn == {*detr.SHAPES}, drawn
@@ -1467,25 +1430,24 @@ def test_detr_shapes():
         assert detr.overlap([0, 0, 0.4, 0.4], [shift, 0.2, 0.4, 0.8]) == answer, shift
 
 def test_detr_batches():
-    """A function of seed and step, in any micro-batches; padding is at right and bottom."""
+    """A function of seed and step, in any micro-batches; padding is at right and bottom; an epoch
+    has every row once."""
     c = detr_config(batch_size=8)
     data = detr.load_data(c)
-    images, mask, _ = detr.get_batch(data, c, 1, 0, DEVICE)
-    assert mask is None
-    other = detr.get_batch(data, dataclasses.replace(c, seed=1), 1, 0, DEVICE)[0]
-    assert (images != other).any() and (images[0] != images[1]).any()
-    half = dataclasses.replace(c, batch_size=4, grad_accum_steps=2)
-    parts = [detr.get_batch(data, half, 1, micro_step, DEVICE)[0] for micro_step in (0, 1)]
-    close(torch.cat(parts), images, 0)
-    shapes = (3, 50, 25), (3, 30, 40)
-    two = [(torch.ones(shape), target) for shape, target in zip(shapes, detr_targets(1, 2))]
+    def images(micro_step=0, **settings):
+        return detr.get_batch(data, dataclasses.replace(c, **settings), 1, micro_step, DEVICE)[0]
+    assert (images() != images(seed=1)).any() and (images()[0] != images()[1]).any()
+    half = [images(i, batch_size=4, grad_accum_steps=2) for i in (0, 1)]
+    close(torch.cat(half), images(), 0)
+    two = [(torch.ones(shape), {}) for shape in ((3, 50, 25), (3, 30, 40))]
     mine = types.SimpleNamespace(example=lambda row, rng: two[row])
+    assert detr.load_batch(mine, [(0, None)], DEVICE)[1] is None
     batch, mask, _ = detr.load_batch(mine, [(0, None), (1, None)], DEVICE)
     assert not mask[0, :, :25].any() and not mask[1, :30].any()
     assert mask.sum() == 50 * 15 + 20 * 40 and (batch == ~mask[:, None]).all(), mask.sum()
     c = detr_config(batch_size=4, grad_accum_steps=2)
     with patch.object(detr, 'load_batch', lambda data, keys, device: [row for row, _ in keys]):
-        data = types.SimpleNamespace(train=range(24))  # an epoch has every row once
+        data = types.SimpleNamespace(train=range(24))
         epoch = [detr.get_batch(data, c, *n, 'cpu') for n in itertools.product(range(3), (0, 1))]
     assert sorted(sum(epoch, [])) == [*range(24)] != sum(epoch, []), epoch
 
@@ -1494,49 +1456,39 @@ def test_detr_evaluation():
     c = detr_config(eval_rows=8, batch_size=3)
     data = detr.load_data(c)
     targets = [data.val.target(row) for row in range(8)]
-    rest = iter(targets)
-    def oracle(images, mask):
-        boxes = torch.full((len(images), 5, 4), 0.5)
-        logits = torch.tensor([0.0, 0.0, 0.0, 25.0]).repeat(len(images), 5, 1)
-        for i, target in zip(range(len(images)), rest):
-            n = len(target['labels'])
-            boxes[i, :n] = target['boxes']
-            logits[i, range(n), target['labels']] = 20.0
-        return dict(pred_logits=logits.to(DEVICE), pred_boxes=boxes.to(DEVICE), aux_outputs=[])
-    def losses(outputs, targets, c):
-        return dict(loss=torch.tensor(len(targets)), loss_ce=torch.tensor(targets[0]['image_id']))
-    with patch.object(detr, 'set_loss', losses):
+    boxes = torch.full((8, 5, 4), 0.5)
+    logits = torch.tensor([0.0, 0.0, 0.0, 25.0]).repeat(8, 5, 1)
+    for i, target in enumerate(targets):
+        n = len(target['labels'])
+        boxes[i, :n] = target['boxes']
+        logits[i, range(n), target['labels']] = 20.0
+    batches = zip(logits.split(3), boxes.split(3))
+    oracle = lambda *_: dict(zip(('pred_logits', 'pred_boxes'), next(batches)))
+    first = lambda _, targets, c: dict(loss=torch.tensor(targets[0]['image_id']))
+    with patch.object(detr, 'set_loss', first):
         figures = detr.evaluate(oracle, data, c, DEVICE)
     assert figures['AP'] == figures['AP50'] == 1, figures
-    assert figures['val_loss'] == (3 * 3 + 3 * 3 + 2 * 2) / 8, figures  # every image counts alike
-    assert figures['loss_ce'] == (3 * 0 + 3 * 3 + 2 * 6) / 8, figures
+    assert figures['val_loss'] == (3 * 0 + 3 * 3 + 2 * 6) / 8, figures  # images count alike
     assert detr.chance(targets)['AP'] < 0.2 and detr.chance(targets[:1])['AP'] == 1
 
-DETR_BOXES = [  # of the second photo: in it, over its edge, a crowd, and two that are empty
-    (9, [10, 5, 20, 10], 0), (4, [-4, 20, 14, 20.5], 0), (4, [0, 0, 40, 30], 1),
-    (4, [7, 7, 0, 3], 0), (4, [7, 7, 3, 0], 0)]
-
-def drawn(w, h):
-    """A photo (h, w, 3) whose colours tell places apart."""
-    y, x = np.mgrid[:h, :w]
-    return np.stack([x * 6, y * 4, (x + y) * 2], -1).astype(np.uint8)
-
 def detr_data(folder):
-    """Two photos, 30 x 60 and 40 x 30, and their boxes, as prepare_data.py would write them."""
+    """Two photos and what the second shows, as prepare_data.py would write them: an object, one
+    over the edge, a crowd, and two that are empty."""
     Image = importlib.import_module('PIL.Image')
     folder.mkdir(parents=True)
-    images = [dict(id=5, file_name=str(folder / 'a.png'), width=30, height=60),
-              dict(id=8, file_name=str(folder / 'b.png'), width=40, height=30)]
-    annotations = [dict(id=i, image_id=8, category_id=k, bbox=box, area=box[2] * box[3], iscrowd=n)
-                   for i, (k, box, n) in enumerate(DETR_BOXES)]
-    for image in images:
-        photo = drawn(image['width'], image['height'])
-        Image.fromarray(photo).save(image['file_name'])
+    images, annotations = [], []
+    for i, file, w, h in (5, folder / 'a.png', 30, 60), (8, folder / 'b.png', 40, 30):
+        images.append(dict(id=i, file_name=str(file), width=w, height=h))
+        y, x = np.mgrid[:h, :w]  # colours tell places apart
+        Image.fromarray(np.stack([x * 6, y * 4, x + y], -1).astype(np.uint8)).save(file)
+    for k, box, crowd in ((9, [10, 5, 20, 10], 0), (4, [-4, 20, 14, 20.5], 0),
+                          (4, [0, 0, 40, 30], 1), (4, [7, 7, 0, 3], 0), (4, [7, 7, 3, 0], 0)):
+        annotations.append(dict(image_id=8, category_id=k, bbox=box, area=box[2] * box[3],
+                                iscrowd=crowd))
     for split in 'train', 'val':
-        (folder / f'{split}.json').write_text(json.dumps(dict(
-            images=images, annotations=annotations, categories=[])))
-    classes = [*4 * [''], 'cat', *4 * [''], 'dot']
-    write_meta(folder, 'objects', classes=classes, train=2, val=2, bits=8)
+        content = dict(images=images, annotations=annotations)
+        (folder / f'{split}.json').write_text(json.dumps(content))
+    write_meta(folder, 'objects', classes=[*'abcdefghij'], train=2, val=2, bits=8)
     return folder
 
 @wants('PIL')
@@ -1545,16 +1497,14 @@ def test_detr_objects(tmp_path):
     photo may show nothing, but not all of those that validate. Flips and sizes are DETR's."""
     folder = detr_data(tmp_path / 'mine')
     c = detr_config(data=str(folder), image_size=60, num_queries=4)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with QUIET:
         data = detr.load_data(c)
-    assert '5 objects, more than --num-queries 4' in out.getvalue()
     (tall, empty), (wide, target) = [data.train.example(row) for row in (0, 1)]
     assert tall.shape == (3, 100, 50) and wide.shape == (3, 60, 80), wide.shape
     assert empty['orig_size'] == (60, 30) and empty['boxes'].shape == (0, 4), empty
     assert target['labels'].tolist() == [9, 4] and len(target['annotations']) == 5, target
     close(target['boxes'], [[0.5, 1 / 3, 0.5, 1 / 3], [0.125, 5 / 6, 0.25, 1 / 3]], 1e-6)
-    refuse(detr, ['first 1', 'no object'], *tiny(detr, tmp_path, '--data', folder),
-           '--eval-rows', 1)
+    refuse(detr, ['no object'], *tiny(detr, tmp_path, '--data', folder), '--eval-rows', 1)
     train, sizes, flips = detr.Objects(folder / 'train.json', 50, 8), set(), 0
     for i in range(200):
         image, target = train.example(1, np.random.default_rng([1, i]))
@@ -1571,15 +1521,10 @@ def test_detr_objects(tmp_path):
 
 @wants('PIL', 'matplotlib')
 def test_detr_detects(tmp_path):
-    """A run on photos knows its classes, and finds things in others; what it draws of photos of
-    the same name does not meet; one that cannot be read is left out."""
+    """A run on photos finds things in others; what it draws of photos of the same name does not
+    meet; one that cannot be read is left out."""
     folder = detr_data(tmp_path / 'mine')
-    flags = tiny(detr, tmp_path, '--data', folder, '--random-tokens', 4)
-    parts = {'loss_ce', 'loss_bbox', 'loss_giou', 'class_error'}
-    trained = done(detr, *flags)
-    assert parts <= trained.keys(), trained
-    saved = load(trained['folder'] / 'best.pt')
-    assert saved.keys() == {'model', 'config', 'data'} and saved['data']['classes'][9] == 'dot'
+    done(detr, *tiny(detr, tmp_path, '--data', folder, '--random-tokens', 4))
     shutil.copytree(folder, tmp_path / 'other')
     (tmp_path / 'other/b.png').write_bytes(b'no photo')
     photos = [folder / 'a.png', folder / 'b.png', tmp_path / 'other/a.png']
@@ -1613,38 +1558,36 @@ def test_detr_finds():
 def test_detr_init_files(tmp_path):
     """--init takes another run's weights, or a backbone alone; what has no place is named."""
     file = tmp_path / 'some.pt'
+    def write(model, **config):
+        torch.save(dict(model=model, config=config, data={}), file)
+    flags = tiny(detr, tmp_path, '--cross-attention', 'softmax', '--max-iters', 0, '--init', file)
     plain = detr_model(detr_config(cross_attention='softmax'))
     state = {key: p + 1 for key, p in plain.state_dict().items()}
-    torch.save(dict(model=state, config=dict(nheads=2), data={}), file)
-    flags = tiny(detr, tmp_path, '--cross-attention', 'softmax', '--max-iters', 0, '--init', file)
-    assert same(load(done(detr, *flags)['folder'] / 'ckpt.pt')['model'], state)
+    body = {key: p for key, p in state.items() if 'body' in key}
+    for weights in body, state:
+        write(weights, nheads=2)
+        found = load(done(detr, *flags)['folder'] / 'ckpt.pt')['model']
+        assert same({key: found[key] for key in weights}, weights)
     end = run(detr, *flags, '--cross-attention', 'admm', '--num-queries', 4)
     assert 'another size: query_embed.weight' in end.out, end.out
-    for word, *wrong in (('layers.1', '--dec-layers', 1), ('--nheads 2', '--nheads', 1),
-                         ('linear1', '--dim-feedforward', 8),
-                         ('prepare_data.py detr-r50', '--init', 'none.pt')):
+    for word, *wrong in (
+            ('layers.1', '--dec-layers', 1), ('--nheads 2', '--nheads', 1),
+            ('linear1', '--dim-feedforward', 8), ('detr-r50', '--init', 'none.pt'),
+            ('resnet50 needs --init', '--backbone', 'resnet50', '--init', '')):
         refuse(detr, [word], *flags, *wrong)
-    with torch.device('meta'), patch.object(detr.DETR, 'init_parameter'):
-        net = detr_model(detr_config(backbone='resnet50')).to_empty(device='cpu')
-    body = {key: torch.full_like(p, 2) for key, p in net.state_dict().items() if 'body' in key}
-    with patch.object(detr, 'load', lambda _: dict(model=body, config={})), QUIET:
-        detr.load_weights(net, file)
-        assert all(torch.equal(net.state_dict()[key], p) for key, p in body.items())
-        body['backbone.0.body.layer3.6.conv1.weight'] = torch.ones(1)  # a ResNet-101
-        raises(SystemExit, '2', detr.load_weights, net, file)
-    refuse(detr, ['resnet50 needs --init'], *tiny(detr, tmp_path, '--backbone', 'resnet50'))
+    write({**body, 'backbone.0.body.99.weight': torch.ones(1)})  # a deeper one
+    refuse(detr, ['body.99'], *flags)
 
 def test_detr_paper_preset():
-    """OA's own problem; 300 epochs of 118,287 photos, the last 100 at a tenth of the rate; DETR's
-    own settings and number of parameters, and what attention without weights saves."""
+    """300 epochs of 118,287 photos, the last 100 at a tenth of the rate; DETR's own settings and
+    number of parameters, and what attention without weights saves."""
     c = detr.Config(**detr.PRESETS['paper'])
     epoch = 118287 // 32
     close([detr.get_lr(step, c) for step in (200 * epoch - 1, 200 * epoch)], [1e-4, 1e-5], 1e-12)
-    assert vars(c).items() >= dict(
-        max_iters=300 * epoch, batch_size=8, grad_accum_steps=4, grad_clip=0.1, bbox_loss_coef=5,
-        giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6, dec_layers=6, ridge=0,
-        penalty='l1', centre=False, power=5, random_tokens=32, mix_random=True, clamp=1,
-        rebuild_from='values').items(), c
+    assert (c.rebuild_from, c.penalty, c.ridge, c.power) == ('values', 'l1', 0, 5), c
+    assert c.max_iters == 300 * epoch and c.batch_size * c.grad_accum_steps == 32, c
+    own = c.grad_clip, c.bbox_loss_coef, c.giou_loss_coef, c.eos_coef, c.num_queries
+    assert own == (0.1, 5, 2, 0.1, 100), own
     c = detr.Config(max_iters=9, warmup_iters=3)
     rates = [detr.get_lr(step, c) for step in (0, 2, 3, 6, 9)]
     close(rates, np.array([0.25, 0.75, 1, 0.525, 0.05]) / 1000, 1e-9)
@@ -1653,14 +1596,15 @@ def test_detr_paper_preset():
     assert (rest['ratio'], backbone['ratio'], rest['weight_decay']) == (1, 0.01, 1e-4)
     assert len(backbone['params']) == len(list(model.backbone.parameters()))
     assert model.encode(torch.zeros(1, 3, 64, 32))[3] == (16, 8)
-    def size(c, classes):
+    def size(classes=91, **settings):
         with torch.device('meta'), patch.object(detr.DETR, 'init_parameter'):
-            return sum(p.numel() for p in detr.DETR(c, classes).parameters() if p.requires_grad)
+            net = detr.DETR(detr.Config(**settings), classes)
+        return sum(p.numel() for p in net.parameters() if p.requires_grad)
     for own, cross, n in (('softmax', 'softmax', 41302368), ('softmax', 'no-weights', 39723360),
                           ('admm', 'l2', 38144352)):
-        c = detr.Config(**detr.DETR_R50, self_attention=own, cross_attention=cross)
-        assert size(c, 91) == n, (own, cross)
-    assert size(detr.Config(), 3) == 308200
+        got = size(**detr.DETR_R50, self_attention=own, cross_attention=cross)
+        assert got == n, (own, cross, got)
+    assert size(3) == 308200 == size(3, out_proj=True) - 2 * 65 * 64
 # ------------------------------------ mask_distill.py ------------------------------------
 DENSE, BLOCKED = mask.dense_attention, mask.blocked_attention
 
@@ -1724,8 +1668,8 @@ def test_mask_kinds_of_your_own(tmp_path):
                     number=(lambda i, j, n: (i - j) % n, None), old=stride):
         for words, masks in ((['stride:0'], 'stride:0'), (['number:3', 'true or'], 'number:3'),
                              (['far:3', 'beyond its reach'], 'window:2+far:3'),
-                             (['old:3'], 'old:3'), (["'windw:8'", 'window:N'], 'windw:8'),
-                             (["'window:x'"], 'window:x'), (["'all'", 'all:N'], 'all')):
+                             (['old:3'], 'old:3'), (["'window:x'"], 'window:x'),
+                             (["'all'", 'all:N'], 'all')):
             refuse(mask, words, *flags, '--masks', masks)
         assert not [*tmp_path.glob('out/*')]
         assert done(mask, *flags, '--masks', 'stride:3+window:2')['step'] == 6
@@ -1756,9 +1700,6 @@ def test_mask_that_is_closed_stays_so():
         log_c = mask.log_coefficients(alpha)
         DENSE(q, k, v, masks, log_c)[..., 0].sum().backward()
         assert alpha.grad[0] == 0 and not log_c[0].isfinite(), (masks, alpha.grad)
-    one, want = mask.attention_weights(q, k, 'offset:1')[0, 0], torch.zeros(9, 9)
-    want[range(9), [0, *range(8)]] = 1
-    close(one, want, 0)
 
 def test_mask_in_multihead_attention():
     """log W as attn_mask of PyTorch's module is the default reading; gradients reach alpha."""
@@ -1775,7 +1716,6 @@ def test_mask_in_multihead_attention():
             for y in (theirs, ours)]
     close(a, b, 1e-12)
     assert a.abs().min() > 1e-4, a
-    assert mask.attn_mask('windows', log_c.half(), 9).dtype == torch.float16
 
 def test_mask_small_coefficients():
     """A mask below a thousandth of the largest is closed, and then keeps no pairs; only ratios
@@ -1807,26 +1747,26 @@ def test_mask_teacher_as_transformers():
     generator = torch.Generator().manual_seed(zlib.crc32(b'1337 h.1.mlp.c_proj.weight'))
     want = torch.empty(64, 16).normal_(0.0, 0.02 / math.sqrt(2 * 2), generator=generator)
     close(mask.GPT2(mask_config()).h[1].mlp.c_proj.weight, want, 0)
-    class Gated(mask.SelfAttention):
-        def __init__(self, c):
-            super().__init__(c)
-            self.gate = torch.nn.Linear(c.n_embd, c.n_embd)
-            torch.nn.init.eye_(self.gate.weight)
-    with patch.object(mask, 'SelfAttention', Gated):
-        close(mask.GPT2(mask_config()).h[1].attn.gate.weight, torch.eye(16), 0)
+    def gated(c, plain=mask.SelfAttention):
+        layer = plain(c)
+        layer.gate = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(layer.gate.weight, 3)
+        return layer
+    with patch.object(mask, 'SelfAttention', gated):
+        assert (mask.GPT2(mask_config()).h[1].attn.gate.weight == 3).all()
 
 def test_mask_init_files(tmp_path):
     """The record's teacher knows some English. A teacher's best.pt, a student's and what the door
     wrote give the same teacher; what does not fit is refused by name, and leaves no folder."""
-    idx = torch.tensor([list(TEXT[:250].encode())])
     own, none, _ = mask.load_pair(HERE / 'experiments' / 'teacher.pt')
-    assert F.cross_entropy(own(idx)[0, :-1], idx[0, 1:]) < 3.5 and none is None  # log 256 is 5.5
+    text = torch.tensor([list(TEXT[:250].encode())])
+    assert F.cross_entropy(own(text)[0, :-1], text[0, 1:]) < 3.5 and none is None  # log 256 is 5.5
     student, door = done(mask, *tiny(mask, tmp_path))['folder'] / 'best.pt', tmp_path / 'gpt2.pt'
     file, = tmp_path.glob('out/*/teacher*/best.pt')
     state, flags = load(file)['model'], tiny(mask, tmp_path, '--max-iters', 0, '--init')
     def write(model=state, **more):
-        sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
-        torch.save(dict(model=model, config=dict(sizes, **more), data={}), door)
+        config = {**SMALL_GPT, 'vocab_size': 256, **more}
+        torch.save(dict(model=model, config=config, data={}), door)
     write()
     for path in (file, student, door):
         folder = done(mask, *flags, path)['folder']
@@ -1835,8 +1775,7 @@ def test_mask_init_files(tmp_path):
     assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
     before = {*tmp_path.glob('out/*/*')}
     for words, *more in ((['16 positions', '17'], '--block-size', 17),
-                         (['n_layer 2, not 5'], '--n-layer', 5), (['n_head 2, not 8'],
-                         '--n-head', 8), (['none.pt'], '--init', 'none.pt')):
+                         (['n_layer 2, not 5'], '--n-layer', 5)):
         refuse(mask, words, *flags, door, *more)
     for word, more in (('attention', dict(attention='softmax')), ('h.2.', dict(n_layer=3)),
                        ('--n-head 3', dict(n_head=3)), ('size mismatch', dict(vocab_size=400))):
@@ -1869,8 +1808,6 @@ def test_mask_what_a_student_trains():
     c = mask.Config(**mask.PRESETS['report004'])
     assert (c.masks, c.samples, c.block_size, c.data) == ('last5', 1000, 512, 'wikitext-2'), c
     assert c.max_iters * c.batch_size * c.grad_accum_steps == 100 * c.samples and c.l1 > 0, c
-    assert len(mask.MA_PROMPTS) == 7 and sum(len(text) > 99 for text in mask.MA_PROMPTS) == 3
-    data = types.SimpleNamespace(train=np.arange(20, dtype=np.uint16))
     data, c = types.SimpleNamespace(train=np.arange(90)), mask_config(samples=3, batch_size=9)
     drawn = [np.random.default_rng([zlib.crc32(name), 1337, *more, 1]).integers(n, size=size)
              for name, more, n, size in ((b'samples', [], 74, 3), (b'batch', [5], 3, (1, 9)))]
@@ -1953,6 +1890,7 @@ def test_mask_criteria_and_edge_cases():
         for key, value in mask_figures(model, teacher, batches).items():
             close(got[key], value, 2e-5 * (1 + abs(value)))
     assert [p.requires_grad for p in model.parameters()].count(True) == 2
+    assert mask.measure(teacher, teacher, [(x, y)])['passed'] == 3  # no next token is right
     for name, limit, worse in (('accuracy', 0.95, 0.94), ('cosine', 0.95, 0.94),
                                ('mse', 1e-4, 2e-4), ('kl', 1e-3, 2e-3)):
         assert mask.meets(name, limit) and not mask.meets(name, worse), name
@@ -1972,9 +1910,9 @@ def test_mask_two_stages(tmp_path):
     assert losses[-1] < 0.7 * losses[0], losses
     close([end.result['kl'], end.result['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
     flags += '--max-iters', '0'
-    for more in ['--masks', 'last5', '--eval-interval', 5], ['--eval-rows', 3, '--l1', 1]:
-        other = load(done(mask, *flags, *more)['folder'] / 'ckpt.pt')
-        assert same(other['teacher'], load(first / 'ckpt.pt')['teacher']) and teachers() == 1, more
+    more = '--masks', 'last5', '--eval-interval', 5, '--eval-rows', 3, '--l1', 1
+    other = load(done(mask, *flags, *more)['folder'] / 'ckpt.pt')
+    assert same(other['teacher'], load(first / 'ckpt.pt')['teacher']) and teachers() == 1
     equal = done(mask, *flags, '--masks', 'all:1', '--dtype', 'bfloat16')
     close(equal['val_loss'], 0, 1e-7)  # evaluated in float32
     flags += '--teacher-lr', '3'
@@ -1998,35 +1936,28 @@ def test_mask_two_stages(tmp_path):
     assert 'on 16 validation sequences' in whole.out, whole.out
 
 def test_mask_stopped_in_either_stage(tmp_path):
-    """Ctrl-C in the teacher's training, between both and in the student's: the same command with
-    --resume ends with the weights of a run that nobody disturbed, in the same folders. Of changed
-    data there is another teacher."""
+    """Ctrl-C in the teacher's training, twice between both and in the student's: the same command
+    with --resume ends with the weights of a run that nobody disturbed, in the same folders. Of
+    changed data there is another teacher."""
     flags = tiny(mask, tmp_path, '--teacher-iters', 8, *CPU)
     want = load(done(mask, *flags)['folder'] / 'ckpt.pt')
-    get_batch = mask.get_batch
-    def at(masks, step):
-        def stop(data, c, now, micro_step, device):
-            if (bool(c.masks), now) == (masks, step):
-                raise KeyboardInterrupt
-            return get_batch(data, c, now, micro_step, device)
-        return patch.object(mask, 'get_batch', stop)
+    flags += '--out-dir', str(tmp_path / 'part')
     between = [patch.object(mask, name, side_effect=KeyboardInterrupt)
                for name in ('load_pair', 'make_student')]
-    for i, (stop, told) in enumerate(((at(False, 7), 'step 6'), (between[0], 'stopped'),
-                                      (between[1], 'stopped'), (at(True, 5), 'step 3'))):
-        out = '--out-dir', tmp_path / f'{i}'
+    for stop, told in ((interrupted(mask, 7), 'step 6'), (between[0], 'stopped'),
+                       (between[1], 'stopped'), (interrupted(mask, 5), 'step 3')):
         with stop:
-            end = run(mask, *flags, *out)
-        assert end.code == 130 and told in end.out.splitlines()[-1], (i, end)
-        end = run(mask, *flags, *out, '--resume')
-        assert end.code == 0 and 'from its last checkpoint' in end.out, (i, end)
-        got = load(end.result['folder'] / 'ckpt.pt')
-        assert same(got['model'], want['model']) and same(got['teacher'], want['teacher']), i
-        assert len([path for path in tmp_path.glob(f'{i}/*/*') if path.is_dir()]) == 2, i
+            end = run(mask, *flags, '--resume')
+        assert end.code == 130 and told in end.out.splitlines()[-1], end
+    end = run(mask, *flags, '--resume')
+    assert end.code == 0 and 'from its last checkpoint' in end.out, end
+    got = load(end.result['folder'] / 'ckpt.pt')
+    assert same(got['model'], want['model']) and same(got['teacher'], want['teacher'])
+    assert len([path for path in tmp_path.glob('part/*/*') if path.is_dir()]) == 2
     text_data(tmp_path / 'text', TEXT[::-1])
-    refuse(mask, ['checksum'], *flags, *out, '--resume')
-    done(mask, *flags, *out)
-    assert len([*tmp_path.glob(f'{i}/*/teacher*/ckpt.pt')]) == 2
+    refuse(mask, ['checksum'], *flags, '--resume')
+    done(mask, *flags)
+    assert len([*tmp_path.glob('part/*/teacher*/ckpt.pt')]) == 2
 
 @unittest.skipUnless(mask.fcntl, 'this system has no such locks')
 def test_mask_one_command_trains_a_teacher(tmp_path):
@@ -2542,642 +2473,503 @@ def test_a_variant_of_your_own(tmp_path):
 
 # ------------------------------------ prepare_data.py ------------------------------------
 def contents(path):
-    """{name: bytes of a file, or labels and images of an .npz}, without hidden files."""
-    files = {p.relative_to(path).as_posix(): p for p in path.rglob('[!.]*') if p.is_file()}
-    return {name: [np.load(file)[key].tobytes() for key in ('labels', 'images')]
-            if file.suffix == '.npz' else file.read_bytes() for name, file in files.items()}
+    """{name: bytes} of all files in a folder, without hidden ones."""
+    files = [file for file in path.rglob('[!.]*') if file.is_file()]
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
 
-def prepared(path, *argv):
-    """A command that must end well, with data in path/data -> what it printed, meta.json's words
-    and the folder or file."""
-    with patch.object(prepare_data, 'DATA', path / 'data'):
-        end = run(prepare_data, *argv)
-    assert end.code == 0 and ' is ready' in end.out, (argv, end)
-    final = re.search('^(.*) is ready', end.out, re.M)[1]
-    return types.SimpleNamespace(out=end.out, meta=end.result, final=pathlib.Path(final))
+def prepared(path, command):
+    """A command in this folder that must end well -> the result, meta.json, what was printed."""
+    with inside(path):
+        end = run(prepare_data, *command.split())
+    assert end.code == 0, (command, end)
+    return path / re.search('^(.*) is ready', end.out, re.M)[1], end.result, end.out
 
 def refused(path, table):
     """{command: words}: each must end with code 2, one line on stderr, its words said, and nothing
     in path/data that was not there before."""
-    (path / 'data').mkdir(exist_ok=True)
     before = contents(path / 'data')
     for command, words in table.items():
-        with patch.object(prepare_data, 'DATA', path / 'data'), inside(path):
+        with inside(path):
             end = run(prepare_data, *command.split())
-        said = end.out + end.err
         assert end.code == 2 and end.err.count('\n') == 1, (command, end)
-        assert all(word in said for word in words.split(' / ')), (command, words, said)
+        assert all(word in end.out + end.err for word in words.split(' / ')), (command, end)
         assert contents(path / 'data') == before, command
 
 def write(path, text, coding='utf-8'):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode(coding))
 
-def paint(path, colour, size=(12, 8), **more):
-    """A photo of one colour or, from an array, of its pixels."""
+def paint(path, pixels, turned=1):
+    """A photo of an array (height, width, 3); turned is its orientation in EXIF."""
     Image = importlib.import_module('PIL.Image')
     path.parent.mkdir(parents=True, exist_ok=True)
-    one = type(colour) is not np.ndarray
-    photo = Image.new('RGB', size, colour) if one else Image.fromarray(colour)
-    photo.save(path, **more)
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    Image.fromarray(pixels).save(path, exif=exif)
 
-def orientation(number):
-    exif = importlib.import_module('PIL.Image').Exif()
-    exif[0x0112] = number
-    return exif
+def flat(height, width, colour):
+    return np.full((height, width, 3), colour, np.uint8)
 
 def test_door_texts(tmp_path):
-    """A text becomes its bytes, the last tenth for validation; again, edited, moved, another."""
+    """A text becomes its bytes, the last tenth to validate on; again, edited, moved, another."""
     prose = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
     text = prose.replace('\r\n', '\n')
     cut = len(text) * 9 // 10
     for name, coding in ('plain', 'utf-8'), ('mark', 'utf-8-sig'), ('wide', 'utf-16'):
-        file = tmp_path / f'{name}.txt'
-        write(file, prose, coding)
-        ready = prepared(tmp_path, 'text', file)
-        for split, part in (('train', text[:cut]), ('val', text[cut:])):
-            ids = np.fromfile(ready.final / f'{split}.bin', '<u2')
-            assert ids.tolist() == [*part.encode()] and ready.meta[split] == len(ids), (name, split)
-        assert ready.meta == json.loads((ready.final / 'meta.json').read_text())
-        with patch.object(prepare_data, 'make_final', None):  # nothing is read again
-            assert prepared(tmp_path, 'text', file).meta == ready.meta
-    write(file, 'others ' * 99)
-    anew = prepared(tmp_path, 'text', file)
-    assert 'made anew' in anew.out and anew.meta['train'] == 99 * 7 * 9 // 10
+        write(tmp_path / f'{name}.txt', prose, coding)
+        final, meta, _ = prepared(tmp_path, f'text {name}.txt')
+        for split, part in ('train', text[:cut]), ('val', text[cut:]):
+            ids = np.fromfile(final / f'{split}.bin', '<u2')
+            assert ids.tolist() == [*part.encode()] and meta[split] == len(ids), (name, split)
+    assert meta == json.loads((final / 'meta.json').read_text())
+    with patch.object(prepare_data, 'make_final', None):  # it is ready: nothing is made
+        assert prepared(tmp_path, 'text wide.txt')[1] == meta
+    write(tmp_path / 'wide.txt', 'others ' * 99)
+    _, anew, out = prepared(tmp_path, 'text wide.txt')
+    assert 'made anew' in out and anew['train'] == 99 * 7 * 9 // 10
     (tmp_path / 'far').mkdir()
-    file.rename(tmp_path / 'far/wide.txt')
-    moved = prepared(tmp_path, 'text', tmp_path / 'far/wide.txt')
-    assert moved.meta['checksum'] == anew.meta['checksum'] and 'anew' not in moved.out
+    (tmp_path / 'wide.txt').rename(tmp_path / 'far/wide.txt')
+    _, moved, out = prepared(tmp_path, 'text far/wide.txt')
+    assert moved['checksum'] == anew['checksum'] and 'anew' not in out
 
     blocks = [prose[i:i + 50] for i in range(0, len(prose), 50)]
     pieces = [piece for _, piece in prepare_data.pieces('train', blocks)]
     assert ''.join(pieces) == prose and len(pieces) > len(blocks) / 2
     assert all(re.match(r'\n\w', piece) for piece in pieces[1:])  # there a new token starts
 
+    write(tmp_path / 'wide.txt', 'third ' * 99)
     write(tmp_path / 'latin.txt', 'é' * 99, 'latin-1')
-    write(tmp_path / 'short.txt', 'abc')
-    write(file, 'third ' * 99)
     refused(tmp_path, {
-        'text latin.txt': 'latin.txt / UTF-8', 'text short.txt': 'longer text', 'text': 'PATH',
-        'text gone.txt': 'gone.txt: no such', 'text far': 'cat far/*.txt',
-        'text wide.txt': 'far/wide.txt / --name', 'wide.txt': 'text wide.txt',
-        'text latin.txt --name a/b': '--name', 'pile': 'none of shakespeare',
-        'coco --parts 3': '1 to 2', 'photos wide.txt': 'folder', 'cifar10 --from x': 'no such'})
+        'text latin.txt': 'latin.txt / UTF-8', 'text gone.txt': 'no such', 'wide.txt': 'text wide',
+        'text wide.txt': 'far/wide.txt / --name', 'pile': 'none of', 'coco --parts 3': '1 to 2'})
 
 def test_door_tokens(tmp_path):
     """nanoGPT's bins are copied; ids of another form are told by name."""
-    def bins(name, train, val=np.arange(9, dtype='<u2')):
-        (tmp_path / name).mkdir()
-        train.tofile(tmp_path / name / 'train.bin')
-        val.tofile(tmp_path / name / 'val.bin')
     some = np.array([50256, *range(400)], '<u2')
-    bins('nano', some)
-    ready = prepared(tmp_path, 'tokens', tmp_path / 'nano', '--tokenizer', 'gpt2')
-    assert (np.fromfile(ready.final / 'train.bin', '<u2') == some).all()
-    assert ready.meta | dict(format=1, kind='tokens', tokenizer='gpt2', vocab_size=50257, train=401,
-                             val=9) == ready.meta
-    bins('wide', some.astype('<i8'))
-    bins('high', np.array([1, 60000, 2, 300], '<u2'))
-    bins('low', some % 99)
-    bins('empty', some[:0], np.zeros(3, np.uint8))
-    bins('llama', some)
-    write(tmp_path / 'llama/meta.json', '{"tokenizer": "llama"}')
-    bins('letters', some)
+    for name, ids in dict(nano=some, wide=some.astype('<i8'), low=some % 99, empty=some[:0],
+                          high=np.array([1, 60000, 2], '<u2'), letters=some).items():
+        (tmp_path / name).mkdir()
+        ids.tofile(tmp_path / name / 'train.bin')
+        np.arange(9, dtype='<u2').tofile(tmp_path / name / 'val.bin')
+    final, meta, _ = prepared(tmp_path, 'tokens nano --tokenizer gpt2')
+    assert (np.fromfile(final / 'train.bin', '<u2') == some).all()
+    assert meta | dict(format=1, kind='tokens', tokenizer='gpt2', vocab_size=50257, train=401,
+                       val=9) == meta
+    write(tmp_path / 'empty/val.bin', '123')
     write(tmp_path / 'letters/meta.pkl', '')
     refused(tmp_path, {
         'tokens wide': 'train.bin / uint16', 'tokens high': 'id 60000, first at 1 / header',
         'tokens low': 'no id exceeds 98', 'tokens empty': ' 0 bytes / 3 bytes / faults: 2',
-        'tokens llama': 'meta.json / llama', 'tokens letters': 'meta.pkl / text letters/input.txt',
-        'tokens nano --tokenizer bytes': 'another',
-        'tokens nano --name x --tokenizer bytes': '50256'})
+        'tokens letters': 'text letters/input.txt', 'tokens nano --tokenizer bytes': 'another'})
 
 def test_door_arrays(tmp_path):
     """Greys, channels at the end, columns of labels have one meaning; val beside test validates."""
     pixels = np.random.RandomState(0).randint(0, 255, (30, 3, 4, 4)).astype(np.uint8)
     numbers = np.arange(30) % 3
     def save(name, images=pixels, labels=numbers):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        np.savez(tmp_path / name, images=images, labels=labels)
+        (tmp_path / name).mkdir(exist_ok=True)
+        np.savez(tmp_path / name / 'train.npz', images=images, labels=labels)
     held = np.arange(30) % 10 == 0
     for name, given, want in (
             ('plain', pixels, pixels), ('last', pixels.transpose(0, 2, 3, 1), pixels),
             ('grey', pixels[:, 0], pixels[:, :1].repeat(3, 1))):
-        save(f'{name}/train.npz', given, numbers[:, None])
-        ready = prepared(tmp_path, 'arrays', tmp_path / name)
-        for split, rows in (('train', ~held), ('test', held)):
-            with np.load(ready.final / f'{split}.npz') as file:
+        save(name, given, numbers[:, None])
+        final, meta, _ = prepared(tmp_path, f'arrays {name}')
+        for split, rows in ('train', ~held), ('test', held):
+            with np.load(final / f'{split}.npz') as file:
                 assert (file['images'] == want[rows]).all() and file['images'].dtype == np.uint8
                 assert (file['labels'] == numbers[rows]).all(), (name, split)
-        assert ready.meta['classes'] == ['0', '1', '2'] and ready.meta['mean'][0] == 0.485
+        assert meta['classes'] == ['0', '1', '2'] and meta['mean'][0] == 0.485
     sizes = dict(train=9, val=6, test=3)
     np.savez(tmp_path / 'medmnist.npz',
              **{f'{split}_images': pixels[:n] for split, n in sizes.items()},
              **{f'{split}_labels': numbers[:n, None] for split, n in sizes.items()})
-    meta = prepared(tmp_path, 'arrays', tmp_path / 'medmnist.npz').meta
+    meta = prepared(tmp_path, 'arrays medmnist.npz')[1]
     assert meta | sizes == meta
-    save('named/train.npz')
-    write(tmp_path / 'named/meta.json', '{"classes": ["a", "b", "c", "d"]}')
-    ready = prepared(tmp_path, 'arrays', tmp_path / 'named')
-    assert ready.meta['classes'][3] == 'd' and '1 of 4 classes have no images' in ready.out
 
-    save('hot/train.npz', labels=np.eye(3)[numbers])
-    save('nan/train.npz', labels=np.full(30, np.nan))
-    save('minus/train.npz', labels=numbers - 1)
-    save('float/train.npz', pixels / 255)
-    save('sizes/train.npz')
-    save('sizes/test.npz', pixels[..., :3])
-    save('far/train.npz')
-    save('far/test.npz', labels=np.arange(30) % 5)
-    save('text/train.npz', labels=np.array(['a', 'b'] * 15))
-    write(tmp_path / 'text/test.npz', 'PK')
+    save('nan', labels=np.full(30, np.nan))
+    save('minus', labels=numbers - 1)
+    save('float', pixels / 255)
+    save('sizes')
+    np.savez(tmp_path / 'sizes/test.npz', images=pixels[..., :3], labels=numbers + 9)
     write(tmp_path / 'empty/labels.csv', 'a,b')
     refused(tmp_path, {
-        'arrays hot': 'labels are float64 (30, 3)', 'arrays nan': 'labels are float64',
-        'arrays minus': 'label -1 of image 0', 'arrays float': 'float64 / from 0 to 255',
-        'arrays sizes': 'test.npz / (30, 3, 4, 3)', 'arrays far': 'test.npz: label 3 / label 4',
-        'arrays text': '<U1 / test.npz / faults: 2', 'arrays empty': 'no train.npz / csv'})
+        'arrays nan': 'labels are float64', 'arrays minus': 'label -1 of image 0',
+        'arrays float': 'float64 / from 0 to 255', 'arrays empty': 'no train.npz / csv',
+        'arrays sizes': 'test.npz / (30, 3, 4, 3) / label 9'})
 
 @wants('PIL')
 def test_door_opens_photos_as_viewers_do(tmp_path):
     """Upright in all eight orientations, clear on white, deep greys by the data set's bits."""
-    Image = importlib.import_module('PIL.Image')
     upright = np.zeros((6, 4, 3), np.uint8)
     upright[:3, :, 0], upright[3:, :2, 2] = 255, 255
-    side = upright.transpose(1, 0, 2)
-    stored = [upright, upright[:, ::-1], upright[::-1, ::-1], upright[::-1],
-              side, side[::-1], side[::-1, ::-1], side[:, ::-1]]
-    for number, pixels in enumerate(stored, 1):
-        file = tmp_path / f'{number}.png'
-        paint(file, np.ascontiguousarray(pixels), exif=orientation(number))
+    side, file = upright.transpose(1, 0, 2), tmp_path / 'x.png'
+    for number, pixels in enumerate((
+            upright, upright[:, ::-1], upright[::-1, ::-1], upright[::-1],
+            side, side[::-1], side[::-1, ::-1], side[:, ::-1]), 1):
+        paint(file, np.ascontiguousarray(pixels), turned=number)
         as_annotated = pixels if number < 5 else upright  # as it is stored, if that has the size
         assert (np.asarray(prepare_data.open_photo(file)) == upright).all(), number
         assert (np.asarray(prepare_data.open_photo(file, (4, 6))) == as_annotated).all(), number
-    clear = Image.fromarray(np.full((1, 1, 4), (10, 200, 30, 128), np.uint8))
-    deep = Image.fromarray(np.full((1, 1), 1000, np.uint16))
-    half = Image.new('P', (1, 1), 1)
-    half.putpalette([0, 0, 0, 0, 0, 255])
-    file = tmp_path / 'x.png'
-    for photo, bits, want in ((clear, 8, (132, 227, 142)), (deep, 16, (3, 3, 3)),
-                              (deep, 12, (62, 62, 62)), (deep, 8, (250, 250, 250)),
-                              (half, 8, (127, 127, 255))):
-        photo.save(file, **(dict(transparency=b'\xff\x80') if photo is half else {}))
+    clear = np.full((1, 1, 4), (10, 200, 30, 128), np.uint8)
+    deep = np.full((1, 1), 1000, np.uint16)
+    for pixels, bits, want in ((clear, 8, (132, 227, 142)), (deep, 16, (3, 3, 3)),
+                               (deep, 12, (62, 62, 62)), (deep, 8, (250, 250, 250))):
+        paint(file, pixels)
         assert prepare_data.open_photo(file, bits=bits).getpixel((0, 0)) == want
-    Image.fromarray(np.ones((2, 2), np.float32)).save(tmp_path / 'x.tif')
-    raises(ValueError, 'real numbers', prepare_data.open_photo, tmp_path / 'x.tif')
 
 @wants('PIL')
 def test_door_photos(tmp_path):
     """Classes and splits are told from folders; photos stay where they are."""
-    def classes(folder, *names, n=10, first=0):
-        for k, label in enumerate(names or ('cat', 'dog')):
+    def classes(folder, names='cat dog', first=0, n=10):
+        for k, name in enumerate(names.split()):
             for i in range(first, first + n):
-                paint(tmp_path / folder / label / f'{i}.png', (i, 9 * k, len(folder)))
-    def rows(ready, split):
-        with np.load(ready.final / f'{split}.npz') as file:
-            return [(pathlib.Path(path), ready.meta['classes'][label])
-                    for path, label in zip(file['images'], file['labels'])]
+                paint(tmp_path / folder / name / f'{i}.png', flat(8, 12, (i, 9 * k, len(folder))))
     classes('pets')
-    before = contents(tmp_path / 'pets')
-    ready = prepared(tmp_path, 'photos', tmp_path / 'pets')
-    assert contents(tmp_path / 'pets') == before and (ready.final / 'look.png').exists()
-    assert ready.meta | dict(kind='photos', train=18, test=2, bits=8) == ready.meta
-    for path, label in rows(ready, 'train') + rows(ready, 'test'):
-        assert path.parent == tmp_path / 'pets' / label
-    (tmp_path / 'pets').rename(tmp_path / 'beasts')
-    again = prepared(tmp_path, 'photos', tmp_path / 'beasts', '--name', 'pets')
-    assert again.meta['checksum'] == ready.meta['checksum']
-    assert all('beasts' in path.parts for path, _ in rows(again, 'train'))
+    before, checksums = contents(tmp_path / 'pets'), []
+    for folder in 'pets', 'beasts':  # its name later
+        (tmp_path / 'pets').rename(tmp_path / folder)
+        final, meta, _ = prepared(tmp_path, f'photos {folder} --name pets')
+        for split, n in ('train', 18), ('test', 2):
+            with np.load(final / f'{split}.npz') as file:
+                assert len(file['images']) == meta[split] == n, (folder, split)
+                for path, label in zip(file['images'], file['labels']):
+                    place = pathlib.Path(path).parts[-3:-1]
+                    assert place == (folder, meta['classes'][label]), (path, label)
+        checksums.append(meta['checksum'])
+        assert contents(tmp_path / folder) == before and (final / 'look.png').exists()
+    assert checksums[0] == checksums[1] and meta['classes'] == ['cat', 'dog'], meta
 
-    for name, train, judged in (('a', 'train', 'valid'), ('b', 'x/Training', 'x/Testing'),
-                                ('c', 'seg_train/seg_train', 'seg_test/seg_test')):
+    for name, train, judged in ('a', 'train', 'valid'), ('b', 'x/seg_train', 'x/seg_test'):
         classes(f'{name}/{train}')
-        classes(f'{name}/{judged}', n=5, first=20)
-        ready = prepared(tmp_path, 'photos', tmp_path / name)
-        assert (ready.meta['train'], ready.meta['test'], ready.meta.get('val')) == (20, 10, None)
-        assert {path.parts[-3] for path, _ in rows(ready, 'test')} == {judged.split('/')[-1]}
-    classes('a/test', n=3, first=40)
-    paint(tmp_path / 'a/preview/1.png', 'red')
-    write(tmp_path / 'a/train/cat/@eaDir/1.png', 'x')
-    write(tmp_path / 'a/train/cat/x.heic', 'x')
-    (tmp_path / 'a/valid/dog/9.png').write_bytes((tmp_path / 'a/train/dog/1.png').read_bytes())
-    ready = prepared(tmp_path, 'photos', tmp_path / 'a')
-    assert ready.meta | dict(train=20, val=11, test=6) == ready.meta
-    for word in ('anew', '1 photos in preview', '1 .heic', '1 hidden', '1 are copies'):
-        assert word in ready.out, (word, ready.out)
-    classes('vehicles', 'bus', 'train')
-    classes('accents/train', 'cafe\u0301', 'bar')
-    classes('accents/val', 'caf\u00e9', 'bar')
-    for name, want in ('vehicles', ['bus', 'train']), ('accents', ['bar', 'caf\u00e9']):
-        assert prepared(tmp_path, 'photos', tmp_path / name).meta['classes'] == want
-    classes('odd')
-    paint(tmp_path / 'odd/cat/5.png', np.full((8, 8), 3000, np.uint16))
-    paint(tmp_path / 'odd/dog/5.jpg', 'red', exif=orientation(6))
-    ready = prepared(tmp_path, 'photos', tmp_path / 'odd')
-    assert ready.meta['bits'] == 12 and '12 bits' in ready.out and '1 are turned' in ready.out
+        classes(f'{name}/{judged}', first=20, n=5)
+        meta = prepared(tmp_path, f'photos {name}')[1]
+        assert (meta['train'], meta['test'], meta.get('val')) == (20, 10, None), name
+    classes('a/test', first=40, n=3)
+    shutil.copy(tmp_path / 'a/train/dog/1.png', tmp_path / 'a/valid/dog/9.png')
+    _, meta, out = prepared(tmp_path, 'photos a')
+    assert meta | dict(train=20, val=11, test=6) == meta
+    assert all(word in out for word in ('anew', ' 1 are copies')), out
+    classes('odd', 'bus train')  # a class may be called so
+    paint(tmp_path / 'odd/bus/5.png', np.full((8, 8), 3000, np.uint16))
+    paint(tmp_path / 'odd/train/5.jpg', flat(8, 12, 5), turned=6)
+    _, meta, out = prepared(tmp_path, 'photos odd')
+    assert (meta['bits'], meta['classes']) == (12, ['bus', 'train']) and '1 are turned' in out
 
     classes('beside/train')
     classes('beside/green', 'dark')
-    classes('flat', 'train', 'val')
     classes('lacks/train')
-    classes('lacks/val', 'cat', 'eel')
-    classes('half/train')
-    paint(tmp_path / 'half/val/1.png', 'red')
-    paint(tmp_path / 'table/1.png', 'red')
-    write(tmp_path / 'table/labels.csv', 'file,label')
-    write(tmp_path / 'zipped.zip', 'PK')
+    classes('lacks/val', 'cat eel')
     classes('broken')
     for i in range(5):
         write(tmp_path / f'broken/cat/{i}.png', 'x')
     refused(tmp_path, {
-        'photos beside': 'train / green', 'photos flat': 'train, val / class',
-        'photos lacks': 'eel', 'photos broken': 'cat/1.png / cat/2.png / faults: 5 (5 photos)',
-        'photos table': 'csv / CLASS/', 'photos half': 'half/val/1.png / class',
-        'photos gone': 'gone: no such', 'photos a --name pets': 'another / --name',
-        'photos zipped.zip': 'unzip -d zipped', 'photos beasts/cat': 'class folders'})
+        'photos beside': 'train / green', 'photos lacks': 'eel', 'photos a/train/cat': 'CLASS/',
+        'photos a --name pets': 'another / --name',
+        'photos broken': 'cat/1.png / cat/2.png / faults: 5 (5 photos)'})
 
-OBJECTS = {  # photo: its boxes, of cups (0) and pens (1)
-    f'{split}/{i}.png': [(i % 2, (4 + i, 5, 20, 10)), (1, (30, 8 + i, 12, 16))]
-    for split, n in (('train', 6), ('val', 3)) for i in range(n)}
-
-def coco_set(root, change=lambda split, content: None, roboflow=False, size=(48, 32), **more):
-    """OBJECTS as COCO or Roboflow have them."""
-    for split in ('train', 'val'):
+def objects_set(root, form, change=lambda content: None, size=(20, 40), turned=1):
+    """Three photos to train on and one for validation, each of a cup (id, 5, 20, 10) and of a pen
+    (30, 8, 4, 10), as COCO, Roboflow, Pascal VOC or YOLO have them."""
+    for split, ids in ('train', (1, 2, 3)), ('val', (4,)):
+        folder = dict(coco=f'{split}2017', roboflow=split).get(form, f'{split}/images')
         content = dict(images=[], annotations=[], categories=[
             dict(id=3, name='cup'), dict(id=7, name='pen')])
-        place = split if roboflow else f'{split}2017'
-        for name, boxes in OBJECTS.items():
-            if name.startswith(split):
-                id, file = len(content['images']) + 1, name.split('/')[1]
-                paint(root / place / file, (id, len(split), 0), size, **more)
-                content['images'].append(dict(id=id, file_name=file, width=48, height=32))
-                content['annotations'] += [
-                    dict(id=10 * id + k, image_id=id, category_id=3 + 4 * label, bbox=[*box],
-                         area=box[2] * box[3], iscrowd=0) for k, (label, box) in enumerate(boxes)]
-        change(split, content)
-        table = f'{split}/_annotations.coco' if roboflow else f'annotations/instances_{place}'
-        write(root / f'{table}.json', json.dumps(content), 'utf-8-sig')
-
-def pairs_set(root, form):
-    """OBJECTS as Pascal VOC or YOLO have them."""
-    for name, boxes in OBJECTS.items():
-        split, file = name.split('/')
-        paint(root / split / 'images' / file, (5, 0, 0), (48, 32))
-        entries = ''
-        for label, (x, y, w, h) in boxes:
+        for id in ids:
+            paint(root / folder / f'{id}.png', flat(*size, id), turned)
+            content['images'].append(dict(id=id, file_name=f'{id}.png', width=40, height=20))
+            content['annotations'] += [
+                dict(id=10 * id + category, image_id=id, category_id=category, bbox=box,
+                     area=box[2] * box[3], iscrowd=0)
+                for category, box in ((3, [id, 5, 20, 10]), (7, [30, 8, 4, 10]))]
             if form == 'voc':
-                edges = dict(xmin=x + 1, ymin=y + 1, xmax=x + w, ymax=y + h)
-                box = ''.join(f'<{edge}>{at}</{edge}>' for edge, at in edges.items())
-                entries += (f'<object><name>{("cup", "pen")[label]}</name><bndbox>{box}</bndbox>'
-                            '</object>')
-            else:
-                entries += f'{label} {(x + w / 2) / 48} {(y + h / 2) / 32} {w / 48} {h / 32}\n'
-        if form == 'voc':
-            entries = f'<annotation>{entries}</annotation>'
-        place = 'annotations/x.xml' if form == 'voc' else 'labels/x.txt'
-        write(root / split / place.replace('x.', file[:-3]), entries)
-    if form == 'yolo':
-        write(root / 'data.yaml', "nc: 2\nnames: ['cup', 'pen']\n")
-
-def found_objects(ready):
-    """The boxes of prepared data, as OBJECTS has them, to a thousandth."""
-    found = {}
-    for split in ('train', 'val'):
-        content = json.loads((ready.final / f'{split}.json').read_text())
-        names = {one['id']: one['name'] for one in content['categories']}
-        for photo in content['images']:
-            found[f'{split}/{pathlib.Path(photo["file_name"]).name}'] = [
-                (names[a['category_id']] == 'pen', (*(round(v, 3) for v in a['bbox']),))
-                for a in content['annotations'] if a['image_id'] == photo['id']]
-            assert (photo['width'], photo['height']) == (48, 32), photo
-            size = prepare_data.open_photo(photo['file_name'], (48, 32)).size
-            assert size == (48, 32), photo
-        assert all(a['area'] > 0 and a['iscrowd'] == 0 for a in content['annotations'])
-    return found
+                write(root / split / f'annotations/{id}.xml', f"""<annotation>
+                    <object><name>cup</name><bndbox><xmin>{id + 1}</xmin><ymin>6</ymin>
+                        <xmax>{id + 20}</xmax><ymax>15</ymax></bndbox></object>
+                    <object><name>pen</name><bndbox><xmin>31</xmin><ymin>9</ymin>
+                        <xmax>34</xmax><ymax>18</ymax></bndbox></object></annotation>""")
+            if form == 'yolo':  # centre and size
+                write(root / split / f'labels/{id}.txt',
+                      f'0 {(id + 10) / 40} .5 .5 .5\n1 .8 .65 .1 .5\n')
+                write(root / 'data.yaml', "nc: 2\nnames: ['cup', 'pen']\n")
+        change(content)
+        if form == 'coco':
+            write(root / f'annotations/instances_{folder}.json', json.dumps(content))
+        if form == 'roboflow':
+            write(root / split / '_annotations.coco.json', json.dumps(content))
 
 @wants('PIL')
 def test_door_objects(tmp_path):
     """The same boxes from COCO, Roboflow, Pascal VOC and YOLO, and from what has one meaning."""
-    def each(change):
-        return lambda split, content: [change(a) for a in content['annotations']]
-    def texts(split, content):
-        for photo in content['images']:
-            photo.update(id=f'{photo["id"]:03}', width='48',
-                         file_name='C:\\x\\' + photo['file_name'])
+    def backwards(content):
         for a in content['annotations']:
-            a.update(image_id=float(a['image_id']), category_id=str(a['category_id']), iscrowd='0',
-                     bbox=[str(v) for v in a['bbox']], area=f'{a["area"]}.0')
-    def backwards(a):
-        x, y, w, h = a['bbox']
-        a['bbox'] = [x + w, y + h, -w, -h]
-    def beyond(split, content):
-        content['annotations'][0].update(bbox=[-3, 30.5, 60, 20], iscrowd=1)
-    coco_set(tmp_path / 'coco')
-    coco_set(tmp_path / 'roboflow', roboflow=True)
-    coco_set(tmp_path / 'texts', texts)
-    coco_set(tmp_path / 'backwards', each(backwards))
-    coco_set(tmp_path / 'noarea', each(lambda a: a.pop('area')))
-    coco_set(tmp_path / 'turned', size=(32, 48), exif=orientation(6))
-    coco_set(tmp_path / 'stored', exif=orientation(6))  # as COCO's are
-    pairs_set(tmp_path / 'voc', 'voc')
-    pairs_set(tmp_path / 'yolo', 'yolo')
-    for name in 'coco roboflow texts backwards noarea turned stored voc yolo'.split():
-        ready = prepared(tmp_path, 'objects', tmp_path / name)
-        assert found_objects(ready) == OBJECTS, name
-        assert [x for x in ready.meta['classes'] if x] == ['cup', 'pen']
-        assert ready.meta | dict(train=6, val=3, bits=8) == ready.meta
-        assert (name == 'backwards') == ('are turned\n' in ready.out), ready.out
-    coco_set(tmp_path / 'beyond', beyond)
-    ready = prepared(tmp_path, 'objects', tmp_path / 'beyond')  # boxes stay as they are
-    first = json.loads((ready.final / 'train.json').read_text())['annotations'][0]
-    assert (first['bbox'], first['iscrowd'], first['area']) == ([-3, 30.5, 60, 20], 1, 200)
-    shutil.rmtree(tmp_path / 'coco/val2017')
-    ready = prepared(tmp_path, 'objects', tmp_path / 'coco', '--name', 'one')
-    assert 'every tenth of its 6' in ready.out and ready.meta['val'] == 1
+            x, y, w, h = a['bbox']
+            a.update(bbox=[x + w, y + h, -w, -h], area=None)
+    def beyond(content):
+        content['annotations'][0].update(bbox=[-3, 10.5, 60, 20], iscrowd=1)
+    for name, more in dict(
+            coco={}, roboflow={}, voc={}, yolo={}, backwards=dict(change=backwards),
+            stored=dict(turned=6), turned=dict(size=(40, 20), turned=6)).items():
+        objects_set(tmp_path / name, 'coco' if more else name, **more)
+        final, meta, _ = prepared(tmp_path, f'objects {name}')
+        assert [x for x in meta['classes'] if x] == ['cup', 'pen']
+        assert meta | dict(train=3, val=1, bits=8) == meta
+        for split, ids in ('train', (1, 2, 3)), ('val', (4,)):
+            content = json.loads((final / f'{split}.json').read_text())
+            for id, photo in zip(ids, content['images'], strict=True):
+                assert pathlib.Path(photo['file_name']).name == f'{id}.png', photo
+                shown = prepare_data.open_photo(photo['file_name'], (40, 20))
+                assert shown.size == (photo['width'], photo['height']) == (40, 20), photo
+                own = [a for a in content['annotations'] if a['image_id'] == photo['id']]
+                close([a['bbox'] for a in own], [[id, 5, 20, 10], [30, 8, 4, 10]], 1e-5)
+                close([a['area'] for a in own], [200, 40], 1e-4)
+                assert [meta['classes'][a['category_id']] for a in own] == ['cup', 'pen']
+    objects_set(tmp_path / 'beyond', 'coco', beyond)
+    final = prepared(tmp_path, 'objects beyond')[0]  # boxes stay as they are
+    first = json.loads((final / 'train.json').read_text())['annotations'][0]
+    assert (first['bbox'], first['iscrowd']) == ([-3, 10.5, 60, 20], 1)
+    shutil.rmtree(tmp_path / 'coco/val2017')  # every tenth is held out
+    assert prepared(tmp_path, 'objects coco --name one')[1]['val'] == 1
 
 @wants('PIL')
 def test_door_refuses_objects(tmp_path):
     """What has no one meaning is told by file and entry, over all stages at once."""
-    def one(**entry):
-        return lambda _, content: content['annotations'][1].update(entry)
-    def each(**entry):
-        return lambda _, content: [a.update(entry) for a in content['annotations']]
-    def photo(**entry):
-        return lambda _, content: content['images'][0].update(entry)
-    def corners(split, content):
+    def one(what, **entry):
+        return lambda content: content[what][-1].update(entry)
+    def corners(content):
         for a in content['annotations']:
             a['bbox'][2:] = [a['bbox'][k] + a['bbox'][k + 2] for k in range(2)]
-    def several(split, content):
-        each(bbox=None)(split, content)
-        photo(file_name='gone.png')(split, content)
-        content['annotations'][0]['image_id'] = 99
     changes = {
-        'nobox': (one(bbox=None), 'annotation 11: bbox None'), 'stray': (one(image_id=99), 'id 99'),
-        'nan': (one(bbox=[1, 2, math.nan, 3]), 'nan'), 'far': (one(bbox=[90, 1, 5, 5]), 'outside'),
-        'category': (one(category_id=5), 'category_id 5'), 'crowd': (one(iscrowd='x'), 'iscrowd x'),
-        'crowds': (each(iscrowd=1), 'train and val has no object'), 'corners': (corners, 'corners'),
-        'fractions': (each(bbox=[.1, .1, .5, .5]), 'fractions'), 'size': (photo(width=9), 'pixels'),
-        'nosize': (photo(width=None), 'no width or height'), 'twice': (photo(id=2), 'has this id'),
-        'photo': (photo(file_name='1.png'), 'has this photo, too'),
-        'names': (lambda split, all: all['categories'][0].update(name=split), 'category 3 is'),
-        'form': (lambda _, content: content.pop('images'), "not in COCO's form"),
-        'several': (several, 'gone.png / id 99 / bbox None / 20 (2 ids, 2 photos, 16 boxes)')}
+        'nobox': (one('annotations', bbox=None), 'annotation 37: bbox None'),
+        'far': (one('annotations', bbox=[90, 1, 5, 5]), 'outside'),
+        'category': (one('annotations', category_id=5), 'category_id 5'),
+        'crowd': (one('annotations', iscrowd='x'), 'iscrowd x'),
+        'size': (one('images', width=9), 'pixels'), 'twice': (one('images', id=1), 'has this id'),
+        'form': (lambda content: content.pop('images'), "not in COCO's form"),
+        'stray': (one('annotations', image_id=99), 'id 99'),
+        'gone': (one('images', file_name='x.png'), 'train2017/x.png / val2017/x.png / faults: 2'),
+        'corners': (corners, 'corners')}
     for name, (change, _) in changes.items():
-        coco_set(tmp_path / name, change)
-    pairs_set(tmp_path / 'voc', 'voc')
-    (tmp_path / 'voc/train/images/0.png').unlink()
-    write(tmp_path / 'voc/val/annotations/0.xml', '<annotation>')
-    boxes = 'train/labels/0.txt'
-    for name, file, text in (
-            ('pixels', boxes, '0 20 10 8 8'), ('kind', boxes, '7 .5 .5 .1 .1'),
-            ('polygon', boxes, '0 .1 .1 .5 .1 .5 .5'), ('nameless', 'data.yaml', ''),
-            ('count', 'data.yaml', 'nc: 3\nnames: [cup, pen]\n')):
-        pairs_set(tmp_path / name, 'yolo')
+        objects_set(tmp_path / name, 'coco', change)
+    objects_set(tmp_path / 'voc', 'voc')
+    (tmp_path / 'voc/train/images/1.png').unlink()
+    write(tmp_path / 'voc/val/annotations/4.xml', '<annotation>')
+    for name, file, text in (('pixels', 'train/labels/1.txt', '0 20 10 8 8'),
+                             ('polygon', 'train/labels/1.txt', '0 .1 .1 .5 .1 .5 .5'),
+                             ('count', 'data.yaml', 'nc: 3\nnames: [cup, pen]\n')):
+        objects_set(tmp_path / name, 'yolo')
         write(tmp_path / name / file, text)
     refused(tmp_path, {f'objects {name}': words for name, (_, words) in changes.items()} | {
-        'objects voc': '0.xml: its photo is missing / val/annotations/0.xml is not / faults: 2',
-        'objects pixels': 'labels/0.txt: line 1 / fractions', 'objects polygon': 'a polygon',
-        'objects kind': 'category_id 7', 'objects count': 'nc is 3',
-        'objects nameless': 'classes.txt'})
-
-def as_they_save():
-    """Of each program: a model of ours, and what that program saves of it."""
-    small = dict(n_layer=2, n_head=3, n_embd=24, vocab_size=61)
-    nano = dict(small, attention='softmax')
-    vit_c = vit.Config(attention='softmax', model='deit', zero_diag=False, image_size=32, depth=2,
-                       patch_size=8, embed_dim=24, num_heads=3, head_size=8, mlp_dim=20)
-    detr_c = detr.Config(backbone='resnet50', self_attention='softmax', nheads=4, hidden_dim=32,
-                         cross_attention='softmax', num_queries=7)
-    heads, body = dict(n_head=3), 'backbone.0.body.'
-    net = gpt.GPT(gpt.Config(bias=True, block_size=16, **nano))
-    yield net, dict(model={f'_orig_mod.module.{key}': p for key, p in net.state_dict().items()},
-                    model_args=heads, iter_num=5)
-    net = gpt.GPT(gpt.Config(arch='rotary', block_size=1024, **nano))
-    yield net, dict(model=net.state_dict(), model_args=heads)
-    net = mask.GPT2(mask.Config(masks='', block_size=16, **small))
-    yield net, {f'transformer.{key}': p for key, p in net.state_dict().items()} | {
-        'transformer.h.0.attn.bias': torch.ones(1, 1, 16, 16), 'config': heads,
-        'lm_head.weight': net.state_dict()['wte.weight'].clone()}
-    net = vit.ViT(vit_c, 7)
-    yield net, dict(state_dict={f'model.{key}': p for key, p in net.state_dict().items()},
-                    config=dict(num_heads=3))
-    net = detr.DETR(detr_c, 5).bfloat16()  # 47 MB
-    yield net, dict(model=net.state_dict(), args=argparse.Namespace(nheads=4, dilation=False))
-    yield net, {key.removeprefix(body): p for key, p in net.state_dict().items()
-                if body in key} | {'fc.weight': torch.ones(9, 2048)}  # torchvision's ResNet-50
-
-def test_door_weights(tmp_path):
-    """What each program saves becomes our model, to the last bit, with its settings. That ours has
-    the logits of theirs is tested above, for each script."""
-    for n, (net, theirs) in enumerate(as_they_save()):
-        weights = net.state_dict()
-        torch.save(theirs, tmp_path / f'{n}.pth')
-        ready = prepared(tmp_path, 'weights', tmp_path / f'{n}.pth')
-        saved = load(ready.final)
-        if n == 5:  # a ResNet-50
-            weights = {key: p for key, p in weights.items() if 'backbone' in key}
-        assert same(saved['model'], weights) and saved['data'] == {}
-        for name, value in saved['config'].items():
-            assert getattr(net.config, name) == value, (n, name)
-        assert f'{saved["script"]} --init {ready.final}' in ready.out
-        assert len(saved['config']) == (8, 8, 5, 10, 9, 1)[n]
+        'objects voc': '1.xml: its photo is missing / val/annotations/4.xml is not / faults: 2',
+        'objects pixels': 'labels/1.txt: line 1 / fractions', 'objects polygon': 'a polygon',
+        'objects count': 'nc is 3'})
 
 def as_safetensors(tensors):
     """A file of that format, as its page describes it."""
     data, header = b'', dict(__metadata__=dict(format='pt'))
+    kinds = {torch.float32: 'F32', torch.bfloat16: 'BF16', torch.bool: 'BOOL'}
     for name, t in tensors.items():
-        raw = bytes(t.contiguous().flatten().view(torch.uint8).tolist())
-        kind = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
-                torch.bool: 'BOOL'}
-        header[name] = dict(dtype=kind[t.dtype], shape=[*t.shape],
+        raw = bytes(t.flatten().view(torch.uint8).tolist())
+        header[name] = dict(dtype=kinds[t.dtype], shape=[*t.shape],
                             data_offsets=[len(data), len(data) + len(raw)])
         data += raw
     head = json.dumps(header).encode()
     head += b' ' * (-len(head) % 8 + 3)  # the hub's file does not align its tensors either
     return len(head).to_bytes(8, 'little') + head + data
 
-def test_door_safetensors(tmp_path):
-    """Hugging Face's folder is read without a package; a damaged file is told in one line."""
-    net = mask.GPT2(mask.Config(masks='', **SMALL_GPT, vocab_size=256))
-    folder, file = tmp_path / 'small', tmp_path / 'small/model.safetensors'
-    write(folder / 'config.json', '{"n_head": 2, "activation_function": "gelu_new"}')
-    for half in (torch.float32, torch.float16, torch.bfloat16):
-        tensors = {key: p.to(half) if p.dim() == 2 else p for key, p in net.state_dict().items()}
-        raw = as_safetensors(tensors | {'h.0.attn.bias': torch.ones(1, 1, 3, 3, dtype=torch.bool)})
-        file.write_bytes(raw)
+def as_they_save():
+    """Of each program: a model of ours, what that program saves of it, how many settings it has."""
+    small = dict(n_layer=2, n_head=3, n_embd=24, vocab_size=61)
+    nano = dict(small, attention='softmax')
+    heads, body = dict(n_head=3), 'backbone.0.body.'
+    net = gpt.GPT(gpt.Config(bias=True, block_size=16, **nano))
+    yield net, dict(model={f'_orig_mod.module.{key}': p for key, p in net.state_dict().items()},
+                    model_args=heads, iter_num=5), 8
+    net = gpt.GPT(gpt.Config(arch='rotary', block_size=1024, **nano))
+    yield net, dict(model=net.state_dict(), model_args=heads), 8
+    net = mask.GPT2(mask.Config(masks='', block_size=16, **small))
+    yield net, {f'transformer.{key}': p for key, p in net.state_dict().items()} | {
+        'lm_head.weight': net.state_dict()['wte.weight'].clone(), 'config': heads}, 5
+    net.bfloat16().ln_f.float()
+    yield net, as_safetensors({**net.state_dict(), 'h.0.attn.bias': torch.ones(1, 16) > 0}), 5
+    net = vit.ViT(vit.Config(attention='softmax', model='deit', zero_diag=False, image_size=32,
+                             depth=2, patch_size=8, embed_dim=24, num_heads=3, head_size=8,
+                             mlp_dim=20), 7)
+    yield net, dict(state_dict={f'model.{key}': p for key, p in net.state_dict().items()},
+                    config=dict(num_heads=3)), 10
+    net = detr.DETR(detr.Config(backbone='resnet50', self_attention='softmax', hidden_dim=32,
+                                cross_attention='softmax', nheads=4, num_queries=7), 5).bfloat16()
+    yield net, dict(model=net.state_dict(), args=argparse.Namespace(nheads=4, dilation=False)), 9
+    yield net, {key.removeprefix(body): p for key, p in net.state_dict().items()
+                if body in key} | {'fc.weight': torch.ones(9, 2048)}, 1  # torchvision's ResNet-50
+
+def test_door_weights(tmp_path):
+    """What each program saves becomes our model, to the last bit, with its settings. That ours has
+    the logits of theirs is tested above, for each script."""
+    for n, (net, theirs, settings) in enumerate(as_they_save()):
+        weights, what = net.state_dict(), f'{n}.pth'
+        if type(theirs) is bytes:  # Hugging Face's folder
+            what = str(n)
+            write(tmp_path / what / 'config.json', '{"n_head": 3, "layer_norm_epsilon": 1e-05}')
+            (tmp_path / what / 'model.safetensors').write_bytes(theirs)
+        else:
+            torch.save(theirs, tmp_path / what)
         with patch.dict(sys.modules, {'safetensors': None}):
-            ready = prepared(tmp_path, 'weights', folder, '--name', str(half)[6:])
-        saved = load(ready.final)
-        assert same(saved['model'], tensors) and saved['config']['n_head'] == 2, half
-    n = int.from_bytes(raw[:8], 'little')
-    far = raw[:8 + n].replace(b'"data_offsets": [0, ', b'"data_offsets": [9, ')
-    for wrong in (raw[:-9999], raw[:99], raw[:5], b'', raw[:8] + b'<' * n + raw[8 + n:],
-                  far + raw[8 + n:], b'<!doctype html>' * 99):
-        file.write_bytes(wrong)
-        refused(tmp_path, {'weights small': 'model.safetensors cannot be read'})
+            final, _, out = prepared(tmp_path, f'weights {what}')
+        saved = load(final)
+        if settings == 1:
+            weights = {key: p for key, p in weights.items() if 'backbone' in key}
+        assert same(saved['model'], weights) and saved['data'] == {}, n
+        assert len(saved['config']) == settings, (n, saved['config'])
+        for name, value in saved['config'].items():
+            assert getattr(net.config, name) == value, (n, name)
+        assert f'{saved["script"]} --init data/weights/{n}.pt' in out, out
 
 def test_door_refuses_weights(tmp_path):
-    """A setting or a tensor that makes another function is told by its name."""
-    net = mask.GPT2(mask.Config(masks='', **SMALL_GPT, vocab_size=61))
-    plain, told = net.state_dict(), {}
-    def save(name, words, weights, **config):
-        torch.save(weights, tmp_path / f'{name}.bin')
-        told[f'weights {name}.bin'] = words
-        if config:
-            (tmp_path / name).mkdir()
-            (tmp_path / f'{name}.bin').rename(tmp_path / name / 'pytorch_model.bin')
-            write(tmp_path / name / 'config.json', json.dumps(config))
-            told[f'weights {name}'] = told.pop(f'weights {name}.bin')
-    save('heads', '--heads', plain)
-    save('relu', 'activation_function relu', plain, n_head=2, activation_function='relu')
-    save('eps', 'layer_norm_epsilon', plain, n_head=2, layer_norm_epsilon=1e-3)
-    save('scale', 'by_inverse_layer', plain, n_head=2, scale_attn_by_inverse_layer_idx=True)
-    save('list', 'JSON', plain, n_head=2)
-    write(tmp_path / 'list/config.json', '[1]')
-    save('untied', 'lm_head.weight', {**plain, 'lm_head.weight': plain['wte.weight'] + 1}, n_head=2)
-    save('more', 'h.0.x', {**plain, 'h.0.x': torch.ones(1)}, n_head=2)
-    save('other', 'no nanoGPT', {'layer.0.weight': torch.ones(2, 2)})
-    save('run', 'already', dict(model=plain, config=dict(attention='belief'), data={}))
-    save('code', 'Path / could run code', dict(model=plain, where=pathlib.Path('x')))
-    write(tmp_path / 'page.pt', '<!doctype html>')
-    refused(tmp_path, told | {'weights page.pt': 'cannot be read', 'weights x.pt': 'no such'})
+    """A setting or a tensor that makes another function is told by its name, and so is what could
+    run code."""
+    plain = mask.GPT2(mask.Config(masks='', **SMALL_GPT, vocab_size=61)).state_dict()
+    heads, told, raw = dict(n_head=2), {}, as_safetensors(plain)
+    for name, words, tensors, config in (
+            ('heads', '--heads', plain, dict(n_embd=16)),
+            ('relu', 'activation_function relu', plain, dict(heads, activation_function='relu')),
+            ('untied', 'lm_head', {**plain, 'lm_head.weight': plain['wte.weight'] + 1}, heads),
+            ('more', 'h.0.x', {**plain, 'h.0.x': torch.ones(1)}, heads),
+            ('run', 'already', dict(model=plain, config=dict(attention='belief')), heads),
+            ('code', 'Path / could run code', {**plain, 'x': pathlib.Path('x')}, heads)):
+        write(tmp_path / name / 'config.json', json.dumps(config))
+        torch.save(tensors, tmp_path / name / 'pytorch_model.bin')
+        told[f'weights {name}'] = words
+    far = raw.replace(b'"data_offsets": [0, ', b'"data_offsets": [9, ')
+    for n, wrong in enumerate((raw[:-9999], raw[:5], far, b'<!doctype html>' * 99)):
+        (tmp_path / f'{n}.safetensors').write_bytes(wrong)
+        told[f'weights {n}.safetensors'] = 'cannot be read'
+    refused(tmp_path, told)
+
+@contextlib.contextmanager
+def serving(body, cuts=0):
+    """A server whose first answers break off -> its url, the Range headers that came."""
+    log = []
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            wanted = self.headers.get('Range')  # bytes=N-
+            log.append(wanted)
+            rest = body[int(wanted[6:-1]):] if wanted else body
+            self.send_response(206 if wanted else 200)
+            self.send_header('Content-Length', str(len(rest)))
+            self.end_headers()
+            self.wfile.write(rest[:len(rest) // 2] if len(log) <= cuts else rest)
+        log_message = lambda *_: None
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}/x', log
+        server.shutdown()
 
 @loopback()
 @patch('prepare_data.PAUSE', 0)
 @wants('requests')
 def test_door_downloads(tmp_path):
     """They go on where they broke off; a wrong file is thrown away, and the next mirror asked."""
-    @contextlib.contextmanager
-    def serving(body, cuts=0):
-        """A server whose first answers break off -> its url, the Range headers that came."""
-        log = []
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                wanted = self.headers.get('Range')  # bytes=N-
-                log.append(wanted)
-                rest = body[int(wanted[6:-1]):] if wanted else body
-                self.send_response(206 if wanted and rest else 200 if rest else 416)
-                self.send_header('Content-Length', str(len(rest)))
-                self.end_headers()
-                self.wfile.write(rest[:len(rest) // 2] if len(log) <= cuts else rest)
-            log_message = lambda *_: None
-        with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            yield f'http://127.0.0.1:{server.server_port}/x', log
-            server.shutdown()
-
     body = b'to be or not to be\n' * 20_000
-    size, digest = len(body), 'sha256:' + hashlib.sha256(body).hexdigest()
-    def get(path, *urls, digest=digest):
-        row = (*prepare_data.DATASETS['shakespeare'][:3], [(size, digest, *urls)])
-        with patch.dict(prepare_data.DATASETS, shakespeare=row), \
-                patch.object(prepare_data, 'DATA', path):
+    size, digest, raw = len(body), hashlib.sha256(body).hexdigest(), tmp_path / 'data/download/x'
+    def get(*urls):
+        row = (*prepare_data.DATASETS['shakespeare'][:3], [(size, f'sha256:{digest}', *urls)])
+        with patch.dict(prepare_data.DATASETS, shakespeare=row), inside(tmp_path):
             return run(prepare_data, 'shakespeare')
     with serving(body, cuts=2) as (url, log):
-        raw = tmp_path / 'a/download/x'
         for _ in range(2):  # the second time there is nothing left to do
-            assert get(tmp_path / 'a', url).result['train'] == size * 9 // 10
+            assert get(url).result['train'] == size * 9 // 10
         assert len(log) == 3 and log[0] is None and 'bytes=0-' < log[1] < log[2]
-        raw.rename(f'{raw}.part')  # stopped when all had come, before it was checked
-        shutil.rmtree(tmp_path / 'a/shakespeare')
-        assert get(tmp_path / 'a', url).code == 0 and len(log) == 4
+        assert raw.read_bytes() == body
+    shutil.rmtree(tmp_path / 'data')
     with serving(body[:-1] + b'?') as (bad, log), serving(body) as (good, _):
-        end = get(tmp_path / 'b', bad)
-        assert end.code == 2 and digest[7:] in end.err and len(log) == prepare_data.ATTEMPTS
-        assert get(tmp_path / 'b', bad, good).code == 0
-    assert (tmp_path / 'b/download/x').read_bytes() == raw.read_bytes() == body
+        end = get(bad)
+        assert end.code == 2 and digest in end.err and len(log) == prepare_data.ATTEMPTS
+        assert get(bad, good).code == 0 and raw.read_bytes() == body
+
+def archive(kind, members):
+    """A zip, or a tar with this mode, of {name: bytes} -> bytes."""
+    buffer = io.BytesIO()
+    if kind == 'zip':
+        with zipfile.ZipFile(buffer, 'w') as out:
+            for name, data in members.items():
+                out.writestr(name, data)
+    else:
+        with tarfile.open(None, kind, buffer) as out:
+            for name, data in members.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                out.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
 
 @wants('PIL')
 def test_door_archives(tmp_path):
     """Members with the expected names end where they should, and no others."""
-    def archive(kind, members):
-        """A zip, or a tar with this mode, of {name: bytes} -> bytes."""
-        buffer = io.BytesIO()
-        if kind == 'zip':
-            with zipfile.ZipFile(buffer, 'w') as out:
-                for name, data in members.items():
-                    out.writestr(name, data)
-        else:
-            with tarfile.open(None, kind, buffer) as out:
-                for name, data in members.items():
-                    info = tarfile.TarInfo(name)
-                    info.size = len(data)
-                    out.addfile(info, io.BytesIO(data))
-        return buffer.getvalue()
-
-    def uint16(data):
-        return np.array([*data], '<u2').tobytes()
-
-    photo = []
-    for k in range(4):
-        paint(tmp_path / 'x.jpg', (60 * k, 0, 0), (40, 30))
-        photo.append((tmp_path / 'x.jpg').read_bytes())
-    evil = dict.fromkeys(('../../1.jpg', '/etc/000000000001.jpg', 'x.pkl'), b'cos\nsystem\n.')
-    pixels = bytes(range(256)) * 12
+    paint(tmp_path / 'x.jpg', flat(30, 40, 99))
+    photo, pixels = (tmp_path / 'x.jpg').read_bytes(), bytes(range(256)) * 12
+    evil = dict.fromkeys(('../../1.jpg', 'val2017/x.pkl', 'val2017/../../000000000001.jpg',
+                          'imagenette2-160/train/n01440764/../../../1.JPEG'), b'cos\nsystem\n.')
     hundred = {'train.bin': b'\3\7' + pixels, 'test.bin': b'\3\1' + pixels,
                'fine_label_names.txt': b'a b c d e f g apple'}
-    hundred = {f'cifar-100-binary/{file}': data for file, data in hundred.items()}
-    nette = {f'{split}/{label}/{k}.JPEG': photo[k] for k, (split, label) in enumerate(
-        itertools.product(('train', 'val'), ('n01440764', 'n03888257')))}
-    words = {name.replace('n01440764', 'tench').replace('n03888257', 'parachute'): raw
-             for name, raw in nette.items()}
-    jpegs = {f'val2017/{i:012d}.jpg': photo[i] for i in range(3)}
-    content = dict(categories=[dict(id=1, name='cup')], annotations=[
-        dict(id=i, image_id=i, category_id=1, bbox=[1, 2, 9, 9]) for i in range(3)],
-        images=[dict(id=i, file_name=f'{i:012d}.jpg', width=40, height=30) for i in range(3)])
+    nette = {f'imagenette2-160/{split}/{label}/1.JPEG': photo
+             for split in ('train', 'val') for label in ('n01440764', 'n03888257')}
+    content = dict(
+        images=[dict(id=i, file_name=f'{i:012d}.jpg', width=40, height=30) for i in range(3)],
+        annotations=[dict(image_id=i, category_id=1, bbox=[1, 2, 9, 9]) for i in range(3)],
+        categories=[dict(id=1, name='cup')])
+    jpegs = {f'val2017/{i:012d}.jpg': photo for i in range(3)}
     boxes = {'annotations/instances_val2017.json': json.dumps(content).encode()}
     pages = {f'{i}.txt': b'\n %d\n\n\n\nb ' % i for i in range(2001)}
-    packed = {'owt/1.xz': lzma.compress(archive('w:', pages), preset=0)}
-    texts = [b'%d\n\nb\n\n' % i for i in range(2001)]  # every 2000th is to validate on
-    wiki = {f'wikitext-2-raw/wiki.{split}.raw': split.encode() for split in ('train', 'valid')}
     for name, kind, raw, want in [
-            ('cifar100', 'w:gz', {'cifar-100-binary.tar.gz': hundred},
-             {'train.npz': [np.array([7]).tobytes(), pixels],
-              'test.npz': [np.array([1]).tobytes(), pixels]}),
-            ('imagenette', 'w:gz', {'imagenette2-160.tgz': {
-                f'imagenette2-160/{file}': data for file, data in nette.items()}}, words),
+            ('cifar100', 'w:gz', {'cifar-100-binary.tar.gz': {
+                f'cifar-100-binary/{file}': data for file, data in hundred.items()}},
+             'train.npz test.npz look.png'),
+            ('imagenette', 'w:gz', {'imagenette2-160.tgz': nette},
+             'train/tench/1.JPEG train/parachute/1.JPEG val/tench/1.JPEG val/parachute/1.JPEG '
+             'train.npz test.npz look.png'),
             ('coco', 'zip', {'val2017.zip': jpegs, 'annotations_trainval2017.zip': boxes},
-             jpegs | boxes),
-            ('wikitext-2', 'zip', {'wikitext-2-raw-v1.zip': wiki},
-             {'train.bin': uint16(b'train'), 'val.bin': uint16(b'valid')}),
-            ('openwebtext', 'w:', {'urlsf_subset00.tar': packed},
-             {'train.bin': uint16(b''.join(texts[1:-1])),
-              'val.bin': uint16(texts[0] + texts[-1])})]:
+             ' '.join([*jpegs, *boxes, 'train.json val.json look.png'])),
+            ('openwebtext', 'w:', {'urlsf_subset00.tar': {
+                'owt/1.xz': lzma.compress(archive('w:', pages), preset=0)}}, 'train.bin val.bin')]:
         path = tmp_path / name
         path.mkdir()
-        for file, inside_it in raw.items():
-            (path / file).write_bytes(archive(kind, evil | inside_it))
-        ready = prepared(path, name, '--no-verify', '--from', path, '--tokenizer', 'bytes')
-        found = contents(ready.final)
-        made = {'look.png', 'meta.json'} | {'imagenette': {'train.npz', 'test.npz'},
-                                            'coco': {'train.json', 'val.json'}}.get(name, set())
-        assert {file: found[file] for file in found.keys() - made} == want, name
+        for file, members in raw.items():
+            (path / file).write_bytes(archive(kind, evil | members))
+        command = f'{name} --no-verify --from {path} --tokenizer bytes'
+        final = prepared(path, command)[0]
+        assert contents(final).keys() == {*want.split(), 'meta.json'}, name
         assert {p.name for p in path.iterdir()} == {*raw, 'data'}, name
+        if name == 'cifar100':
+            with np.load(final / 'train.npz') as file:
+                assert file['labels'] == 7 and file['images'].tobytes() == pixels
+        if name == 'openwebtext':
+            texts = [b'%d\n\nb\n\n' % i for i in range(2001)]  # every 2000th is to validate on
+            for split, part in ('train', texts[1:-1]), ('val', [texts[0], texts[-1]]):
+                assert np.fromfile(final / f'{split}.bin', '<u2').tolist() == [*b''.join(part)]
         (path / 'data' / name).rename(path / 'data/old')
         (path / [*raw][0]).write_bytes(b'<!doctype html>')
-        refused(path, {f'{name} --no-verify --from {path} --tokenizer bytes': 'not the archive'})
+        refused(path, {command: 'not the archive'})
 
 def test_door_leaves_nothing_half_made(tmp_path):
     """A killed run's folder is removed after an hour; of two runs at once, one result stays; an
     error leaves what was there."""
     write(tmp_path / 'notes.txt', TEXT)
-    command = 'text', tmp_path / 'notes.txt'
-    for age, there in ((0, True), (4000, False)):
-        part = tmp_path / 'data/notes.part-1/new'
+    part = tmp_path / 'data/notes.part-1'
+    for age, there in (0, True), (4000, False):
         part.mkdir(parents=True, exist_ok=True)
-        for path in (part, part.parent):
-            os.utime(path, (time.time() - age,) * 2)
+        os.utime(part, (time.time() - age,) * 2)
         shutil.rmtree(tmp_path / 'data/notes', ignore_errors=True)
-        prepared(tmp_path, *command)
+        prepared(tmp_path, 'text notes.txt')
         assert part.exists() == there
     whole, make = prepare_data.put_in_place, prepare_data.make_final
-    def slower(out, *more):
+    def slower(out, *more):  # another run ends first
         with patch.object(prepare_data, 'put_in_place', whole), \
                 patch.object(prepare_data.os, 'getpid', lambda: 7):
-            prepared(tmp_path, *command)
+            prepared(tmp_path, 'text notes.txt')
         return whole(out, *more)
     shutil.rmtree(tmp_path / 'data')
     with patch.object(prepare_data, 'put_in_place', slower):
-        prepared(tmp_path, *command)
+        prepared(tmp_path, 'text notes.txt')
     assert [path.name for path in (tmp_path / 'data').iterdir()] == ['notes']
     write(tmp_path / 'notes.txt', TEXT + 'more')
     def full(*args):
@@ -3282,14 +3074,9 @@ def test_compare_at_best(tmp_path):
         rows, out = end.result, end.out
         assert [row['case'] for row in rows] == ['4e-3 softmax', '1e-3 belief'], rows
         close([rows[0]['mean'], rows[1]['diff']], [2.001, -0.02], 1e-6)
-        assert 'val_loss, seeds: 3' in out and '16 runs to do' in out and '6 runs to do' in out
         assert out.count('diverged, and counts as worst: loss nan') == 2, out
         assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
-        assert len(runs) == 20, len(runs)
         assert done(compare, *tuned) == rows and len(runs) == 20, len(runs)
-        both = run(compare, *tuned[:-2], '--csv', tmp_path / 'b.csv').out
-        assert 'also judge' in both and 'also judge' not in out, both
-        # a worst run is named in the table, too
         worst = run(compare, *tuned[:-4], '--csv', tmp_path / 'b.csv').out
         assert 'counts as worst: 8e-3 belief, seed 0; 8e-3 belief, seed 1' in worst, worst
     tables = out[out.index('\nval_loss by learning_rate'):].splitlines()
@@ -3315,41 +3102,33 @@ def test_compare_chooses_by_common_seeds(tmp_path):
 
 @wants('scipy')
 def test_compare_mistakes(tmp_path):
+    """They end in one line before anything is trained. What Excel has saved is read."""
     file, text = tmp_path / 'a.csv', lambda name: tmp_path / f'{name}.csv'
     flags, read = ['attentionx_gpt', '--csv', file, '--seeds', '0'], ['--from-csv', file]
     record = HERE / 'experiments/runs'
-    with fake(lambda c: 1.0)[0]:
+    patched, runs = fake(lambda c: 1.0)
+    with patched:
         done(compare, *flags, '--sweep', 'gamma=2')
         for words, *more in (
-                (['--sweep', 'FIELD'], '--sweep', 'nothing'),
-                (['--nothing'], '--sweep', 'nothing=1'), (['--seeds'], '--sweep', 'seed=0,1'),
-                (['same settings'], '--sweep', 'threads=1,2'), (['0-2'], '--seeds', '0-2'),
-                (['without it'], '--resume'), (['--seeds 0,1'], '--seed=7'),
-                (['--tune x'], *read, '--tune', 'x'), (['--test-seeds'], '--test-seeds', '1'),
-                (['--tune', '--sweep'], '--tune', 'gamma'),
-                (['no such file'], '--from-csv', text('none')),
-                (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv'),
-                (['--csv', 'Is a directory'], '--sweep', 'gamma=4', '--csv', tmp_path),
+                (['--sweep', 'FIELD'], '--sweep', 'nothing'), (['--seeds'], '--sweep', 'seed=0,1'),
+                (['same settings'], '--sweep', 'threads=1,2'), (['without it'], '--resume'),
+                (['--test-seeds'], '--test-seeds', '1'), (['--metric x'], *read, '--metric', 'x'),
                 (['no such Python file'], '--with', tmp_path / 'none.py'),
-                (['--attention', 'mine'], '--sweep', 'attention=mine'),
-                (['--metric val_los'], *read, '--metric', 'val_los'),
-                (['--against x'], *read, '--against', 'x'), (['two rows'], *read, file)):
+                (['two rows'], *read, file),
+                (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv')):
             refuse(compare, words, *flags, *more)
         rows = file.read_text()
         text('excel').write_text('\ufeff' + rows.replace('True', 'TRUE').replace('False', 'FALSE'),
                                  'utf-8')
-        again = run(compare, *flags, '--sweep', 'gamma=2', '--csv', text('excel'))
-        assert ' 0 runs to do' in again.out, again
+        done(compare, *flags, '--sweep', 'gamma=2', '--csv', text('excel'))
         with patch.object(compare, 'version', lambda script: 'another'):
             refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
-        refuse(compare, ['--diagnose', 'a.csv'], *flags, '--sweep', 'gamma=2', '--diagnose')
         other = types.SimpleNamespace(meta=dict(checksum=8))
         with patch.object(gpt, 'load_data', lambda c: other):
             refuse(compare, ['other data', 'a.csv'], *flags, '--sweep', 'gamma=2')
-    for name, other in (('semicolons', rows.replace(',', ';')), ('cut', rows + 'x,judging,'),
-                        ('empty', '')):
-        text(name).write_text(other)
-        refuse(compare, [f'{name}.csv', 'commas'], 'attentionx_gpt', '--from-csv', text(name))
+        text('semicolons').write_text(rows.replace(',', ';'))
+        refuse(compare, ['semicolons.csv', 'commas'], *flags, '--from-csv', text('semicolons'))
+    assert len(runs) == 1, runs
 
 @wants('scipy')
 def test_compare_loses_no_row(tmp_path):
@@ -3361,7 +3140,6 @@ def test_compare_loses_no_row(tmp_path):
     flags += ['--csv', file]
     with interrupted(gpt, 4):
         raises(KeyboardInterrupt, '', run, compare, *flags)
-    assert len([*tmp_path.glob('a.logs/*/ckpt.pt')]) == 1
     def locked(part, path):
         if path == file and [*tmp_path.glob('a.logs/*/row.csv')]:
             raise PermissionError('it is in use')
@@ -3371,12 +3149,10 @@ def test_compare_loses_no_row(tmp_path):
         assert end.out.count('the row waits') == 2 and compare.read_rows(file) == [], end.out
         refuse(compare, ['a.csv', 'in use'], *flags)  # before it trains anything
     assert repr(end.result) == repr(want), (end.result, want)
+    assert end.out.count('step 0/6') == 1, end.out  # the first goes on
     end = run(compare, *flags)
     rows = compare.read_rows(file)
     assert ' 0 runs to do' in end.out and [row['gamma'] for row in rows] == [2, 4], end.out
-    logs = [[{**line, 'seconds': 0} for line in compare.read_rows(path)]
-            for path in tmp_path.glob('*.logs/*/log.csv')]
-    assert len(logs) == 4 and all(logs.count(log) == 2 for log in logs), logs
     assert not [*tmp_path.glob('*.part'), *tmp_path.glob('*.logs/*/ckpt.pt')]
 
     write, late = compare.write_rows, tmp_path / 'a.logs/late/row.csv'
@@ -3417,22 +3193,19 @@ def test_compare_and_bench(tmp_path):
         rows = done(compare, *flags, '--seeds', '0,1')
         again = run(compare, *flags, '--seeds', '0,1')
         assert ' 0 runs to do' in again.out and repr(again.result) == repr(rows), again.out
-        assert re.search(r'seconds of training, means: 1e-3 \d.*, 1e-2 \d', again.out), again.out
-        done(compare, *flags, '--seeds', '0', '--max-iters', 3)
         assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.csv')]) == 1
         bench = run(compare, *flags, '--bench', '--rounds', 1, '--csv', tmp_path / 'bench.csv')
         for what in 'training step', 'inference':
             first, second = [row for row in bench.result if row['role'] == what]
             close(second['ratio'], second['ms'] / first['ms'], 1e-9)
-            assert '{ms:9.1f} ms{per_second:12,.0f}{ratio:8.3f} ('.format(**second) in bench.out
         shown = run(compare, script.SCRIPT, '--bench', '--from-csv', tmp_path / 'bench.csv')
         assert bench.out.endswith(shown.out), (bench.out, shown.out)
         (tmp_path / 'bench.csv').unlink()
 
 @wants('scipy')
 def test_compare_shares_a_teacher(tmp_path):
-    """Rows of mask_distill.py have one, of a seed of its own; a table whose flags or preset name a
-    file trains none. Weights are told by their tensors, so a file may be written anew."""
+    """Rows of mask_distill.py have one, of a seed of its own; with --init none is trained. Weights
+    are told by their tensors, so a file may be written anew."""
     flags = ['mask_distill', *tiny(mask, tmp_path), '--seeds', '0,1', '--csv', tmp_path / 'a.csv']
     masks = '--sweep', 'masks=window:4,window:8'
     done(compare, *flags, *masks, '--teacher-seed', 5)
@@ -3442,13 +3215,11 @@ def test_compare_shares_a_teacher(tmp_path):
     assert load(*teachers)['config']['seed'] == 5
     torch.save(load(*teachers), *teachers)
     assert ' 0 runs to do' in run(compare, *flags, *masks, '--teacher-seed', 5).out
-    with (patch.object(mask, 'train_teacher', None),
-          patch.dict(mask.PRESETS, report=dict(init=str(mask_teacher(tmp_path))))):
-        done(compare, *flags, *masks, '--preset', 'report')
-        weights = load(mask_teacher(tmp_path))
-        weights['model']['wte.weight'][0] += 1
-        torch.save(weights, mask_teacher(tmp_path))
-        refuse(compare, ['a.csv', 'weights'], *flags, *masks, '--preset', 'report')
+    weights = load(*teachers)
+    weights['model']['wte.weight'][0] += 1
+    torch.save(weights, *teachers)
+    with patch.object(mask, 'train_teacher', None):  # none is trained for a table with --init
+        refuse(compare, ['a.csv', 'weights'], *flags, *masks, '--init', *teachers)
 
 @wants('scipy')
 def test_bench_times_the_forward_pass(tmp_path):
@@ -3486,7 +3257,7 @@ def test_compare_draws(tmp_path):
         with patch.multiple('matplotlib.axes.Axes', plot=plot, fill_between=fill_between):
             return run(compare, 'attentionx_gpt', '--from-csv', file,
                        report=contextlib.nullcontext).out.splitlines()
-    assert again()[-1] == str(tmp_path / 'a.png')
+    again()
     logs = {'softmax': [], 'belief': []}
     for row in compare.read_rows(file):
         logs[row['case']].append(compare.read_rows(tmp_path / f'a.logs/{row["log"]}/log.csv')[1:])
@@ -3494,11 +3265,9 @@ def test_compare_draws(tmp_path):
     for (figure, x, case), line, band in zip(curves, drawn[::2], drawn[1::2], strict=True):
         across, mean, colour, label = line
         assert (label, colour == '#000000') == (compare.VARIANTS[case][0], case == 'softmax')
-        rows = [*zip(*logs[case])]  # of both seeds, step by step
-        close(across, [(a[x] + b[x]) / 2 for a, b in rows], 1e-6)
-        close(mean, [(a[figure] + b[figure]) / 2 for a, b in rows], 1e-6)
-        for edge, of in zip(band, (min, max)):
-            close(edge, [of(a[figure], b[figure]) for a, b in rows], 1e-6)
+        a, b = [np.array([[row[x], row[figure]] for row in log]).T for log in logs[case]]
+        close(np.array([across, mean]), (a + b) / 2, 1e-6)
+        close(np.array(band), np.sort([a[1], b[1]], 0), 1e-6)
     short = next(tmp_path.glob('a.logs/belief-s0*/log.csv'))
     short.write_text(''.join(short.read_text().splitlines(True)[:-1]))
     for path in tmp_path.glob('a.logs/softmax*'):
@@ -3506,35 +3275,23 @@ def test_compare_draws(tmp_path):
     notes = [line for line in again() if line.startswith('note')]
     assert ['0 of 2 runs of softmax' in notes[0], '1 of 2 runs of belief' in notes[1]] == [True] * 2
     assert {colour for _, _, colour, _ in drawn[::2]} == {compare.VARIANTS['belief'][1]}
-    shutil.rmtree(tmp_path / 'a.logs')
-    assert not any('.png' in line or 'note' in line for line in again())
 
 @wants('scipy')
 def test_compare_with_a_file(tmp_path):
-    """--with adds a variant, in other processes too; its version stands in the rows. It is loaded
-    once. Without a training step there is no picture. What fails in a worker is one line."""
+    """--with adds a variant, in other processes too; its version stands in the rows."""
     mine = tmp_path / 'mine.py'
-    text = ("import attentionx_gpt as gpt\ngpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n"
-            "gpt.ATTENTION['wrong'] = lambda mh, v, gamma: mh @ v\n"
-            "gpt.loaded = getattr(gpt, 'loaded', 0) + 1\n")
-    mine.write_text(text)
+    mine.write_text("import attentionx_gpt\n"
+                    "attentionx_gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n")
     flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--with', mine, '--seeds', '0',
              '--csv', tmp_path / 'a.csv', '--sweep']
-    threads = importlib.import_module('concurrent.futures').ThreadPoolExecutor
     with patch.dict(gpt.ATTENTION):
         done(compare, *flags, 'attention=softmax')
-        assert gpt.loaded == 1, gpt.loaded
         rows = done(compare, *flags, 'attention=softmax,mine', '--workers', 2)  # one is left
         assert [row['case'] for row in rows] == ['softmax', 'mine'] and rows[1]['diff'] != 0
         for row in compare.read_rows(tmp_path / 'a.csv'):
             assert (row['script'], row['with']) == (compare.blob(gpt.__file__), compare.blob(mine))
-        with patch.object(compare, 'ProcessPoolExecutor', lambda n, *_: threads(n)):
-            refuse(compare, ['wrong, seed 0: RuntimeError:', '--workers 1'], *flags,
-                   'attention=wrong', '--workers', 2)
-        mine.write_text(text + '# edited\n')
+        mine.write_text(mine.read_text() + '# edited\n')
         refuse(compare, ['another version'], *flags, 'attention=mine')
-        flags[flags.index('--csv') + 1] = tmp_path / 'b.csv'
-        assert not run(compare, *flags, 'attention=mine', '--max-iters', 0).out.endswith('.png\n')
 
 def test_diagnose(tmp_path):
     """A layer of each script by hand: MH, what replaces it, and both after W^o, without its bias;
@@ -3585,8 +3342,8 @@ def test_diagnose_of_runs(tmp_path):
         assert ('0.gamma' in found) == (name == 'attentionx-learned'), (name, found)
     assert found['0.alpha'] == 0 and found['1.alpha'] != 0, found  # V is 0 in layer 0
     flags = tiny(gpt, tmp_path, *CPU)
-    run_one = done(gpt, *flags)
-    end = run(diagnose, run_one['folder'])
+    plain = done(gpt, *flags)
+    end = run(diagnose, plain['folder'])
     assert end.out.count('\n') == 4 and f'{end.result["1.mh"]:12.4f}' in end.out, end.out
     refuse(diagnose, ['there is no', 'best.pt'], tmp_path)
     if importlib.util.find_spec('scipy'):
@@ -3596,20 +3353,16 @@ def test_diagnose_of_runs(tmp_path):
         assert [(line['case'], line['seed']) for line in log[::3]] == [
             (case, seed) for seed in (0, 1337) for case in ('softmax', 'attentionx')], log
         assert all('0.longer' in line for line in log) and '0.longer' not in rows[0]
-        assert rows[-1]['val_loss'] == run_one['val_loss'], rows
+        assert rows[-1]['val_loss'] == plain['val_loss'], rows
 
 @wants('scipy')
 def test_memory(tmp_path):
-    """Only eager attention's grows as T squared; the table and the csv agree. Blocks need far less
-    for a training step, too."""
+    """Only eager attention's grows as T squared. Blocks need far less for a training step, too."""
     memory = importlib.import_module('memory')
     small = '--n-head', 1, '--n-embd', 8, '--block-size', 512, '--device', 'cpu'
-    end = run(memory, 'lengths', *small, '--out-dir', tmp_path)
+    done(memory, 'lengths', *small, '--out-dir', tmp_path)
     rows = compare.read_rows(tmp_path / 'memory/lengths.csv')
     assert [row['tokens'] for row in rows[::3]] == [32, 64, 128, 256, 512], rows
-    last = next(line for line in end.out.splitlines() if line.startswith('   512'))
-    assert last.split()[1:7] == [f'{row[field]:,.1f}' for field in ('mib', 'ms')
-                                 for row in rows[-3:]], last
     for i, kind in enumerate(('eager', 'fused', 'masks')):
         growth = rows[i - 3]['mib'] / rows[i - 6]['mib']
         assert abs(growth - (4 if kind == 'eager' else 2)) < 0.3, (kind, growth)
