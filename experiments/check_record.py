@@ -100,6 +100,15 @@ def equal_time(case, steps):
     return [x - np.interp(steps, (1000, 1092, 1290), [loss[seed] for loss in times])
             for seed, x in values(names, case).items()]
 
+GAMMAS = [('gpt-attentionx', 'attentionx 4e-3'), ('gpt-gamma-one', 'attentionx 1 4e-3'),
+          ('gpt-gamma-zero-diag', 'attentionx 4e-3'), ('gpt-attentionx', 'attentionx-zd 4e-3')]
+
+def gamma_gaps():
+    """Differences of gamma 3 from gamma 1 by seed: with the diagonal, and without it."""
+    each = [values(*pair) for pair in GAMMAS]
+    three, one, three_zd, one_zd = np.array([[x[seed] for seed in sorted(x)] for x in each])
+    return three - one, three_zd - one_zd
+
 def ends(command, case):
     """The interval that compare.py prints for a case."""
     program, *words = shlex.split(command)
@@ -200,6 +209,10 @@ def intervals(commands):
             add(*test.confidence_interval(1 - 0.05 / 5))
     both = np.subtract(equal_time('belief-star', 1136), equal_time('belief', 1029))
     add(*stats.ttest_1samp(both, 0).confidence_interval(1 - 0.05 / 5))
+    # gamma 3 against 1 with the diagonal, 1 against 3 without it, and what differs in the gains
+    own, zero = gamma_gaps()
+    for gap in own, -zero, own - zero:
+        add(*stats.ttest_1samp(gap, 0).confidence_interval(1 - 0.05 / 3))
     # fresh drawings: the 19 seeds done first, and all; paired, and as planned
     lasso, none = [values('detr-fresh', case, 'AP') for case in ('admm', 'no-weights')]
     for seeds in [seed for seed in lasso if seed < 69 or seed == 71], [*lasso]:
