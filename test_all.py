@@ -5,7 +5,7 @@
 # ///
 """Every test, on a CPU and, where there is one, on a GPU.
 
-    python test_all.py                 # all of them, a minute and a half
+    python test_all.py                 # all of them, about two minutes
     python test_all.py belief resume   # those with one of these words in their name
     python test_all.py --device cuda   # on that device; default: a GPU where there is one
     pytest test_all.py                 # the same, if you have pytest
