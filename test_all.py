@@ -1151,7 +1151,8 @@ def test_detr_how_far_iterations_get():
     where the optimum's does. With OA's settings it is off by 30 %, as published by more than its
     length, and its gradient points elsewhere."""
     weight = noise(6, 64).double().to(DEVICE)
-    for settings, low, high, alike in ({}, 0, 0.01, (0.999, 1.1)), (detr.OA, 0.25, 0.35, (0, 0.6)):
+    for settings, low, high, alike in (({}, 0, 0.01, (0.999, 1.1)),
+                                       (detr.OA, 0.25, 0.35, (0.2, 0.6))):
         c = detr.Config(**settings, hidden_dim=32, nheads=2)
         q, k = [t.requires_grad_() for t in tokens(6, 64, d=16)]
         K = detr_layer('admm', c).tokens_to_solve_over(k, k, None)
@@ -1339,7 +1340,7 @@ def test_detr_dropout():
     layer.drop = torch.nn.Tanh()
     close(layer.feed_forward(x), layer.linear2(F.relu(layer.linear1(x)).tanh()).tanh(), 1e-6)
     layer = detr_model(detr_config(dropout=1.0)).transformer.decoder.layers[0].train()
-    with patch.object(detr.Attention, 'forward', lambda *_: x):
+    with patch.object(detr.Attention, 'forward', lambda *_: x.flip(2)):
         close(layer(x, x[0], x, x, None), layer.norm3(layer.norm2(layer.norm1(x))), 1e-5)
 
 def test_detr_losses_by_hand():
@@ -1579,15 +1580,16 @@ def test_detr_init_files(tmp_path):
     refuse(detr, ['body.99'], *flags)
 
 def test_detr_paper_preset():
-    """300 epochs of 118,287 photos, the last 100 at a tenth of the rate; DETR's own settings and
-    number of parameters, and what attention without weights saves."""
+    """OA's own problem; 300 epochs of 118,287 photos, the last 100 at a tenth of the rate; DETR's
+    own settings and number of parameters, and what attention without weights saves."""
     c = detr.Config(**detr.PRESETS['paper'])
     epoch = 118287 // 32
     close([detr.get_lr(step, c) for step in (200 * epoch - 1, 200 * epoch)], [1e-4, 1e-5], 1e-12)
-    assert (c.rebuild_from, c.penalty, c.ridge, c.power) == ('values', 'l1', 0, 5), c
-    assert c.max_iters == 300 * epoch and c.batch_size * c.grad_accum_steps == 32, c
-    own = c.grad_clip, c.bbox_loss_coef, c.giou_loss_coef, c.eos_coef, c.num_queries
-    assert own == (0.1, 5, 2, 0.1, 100), own
+    assert vars(c).items() >= dict(
+        max_iters=300 * epoch, batch_size=8, grad_accum_steps=4, grad_clip=0.1, bbox_loss_coef=5,
+        giou_loss_coef=2, eos_coef=0.1, num_queries=100, enc_layers=6, dec_layers=6, ridge=0,
+        penalty='l1', centre=False, power=5, random_tokens=32, mix_random=True, clamp=1,
+        rebuild_from='values').items(), c
     c = detr.Config(max_iters=9, warmup_iters=3)
     rates = [detr.get_lr(step, c) for step in (0, 2, 3, 6, 9)]
     close(rates, np.array([0.25, 0.75, 1, 0.525, 0.05]) / 1000, 1e-9)
@@ -1775,7 +1777,8 @@ def test_mask_init_files(tmp_path):
     assert done(mask, 'sample', '--folder', short, *CPU)  # with all of the teacher's positions
     before = {*tmp_path.glob('out/*/*')}
     for words, *more in ((['16 positions', '17'], '--block-size', 17),
-                         (['n_layer 2, not 5'], '--n-layer', 5)):
+                         (['n_layer 2, not 5'], '--n-layer', 5),
+                         (['n_head 2, not 8'], '--n-head', 8)):
         refuse(mask, words, *flags, door, *more)
     for word, more in (('attention', dict(attention='softmax')), ('h.2.', dict(n_layer=3)),
                        ('--n-head 3', dict(n_head=3)), ('size mismatch', dict(vocab_size=400))):
