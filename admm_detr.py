@@ -1173,7 +1173,7 @@ def report(c, model, log, folder, data):
     answers = [find(model, *example, c.threshold) for example in examples]
     draw_found(folder / 'detections.png', examples, answers, data.meta['classes'])
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-          f'next    python {SCRIPT}.py detect --folder {folder} --images PHOTO ...')
+          f'next    python {SCRIPT}.py detect --folder "{folder}" --images PHOTO ...')
 
 def detect(c):
     """Print and draw what a run finds in photos -> {photo: [dict of category_id, score, bbox]}."""
