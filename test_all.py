@@ -3329,6 +3329,37 @@ def test_diagnose(tmp_path):
             close(found[f'1.{name}'], (want if script is gpt else want[:, 0]).mean(), 1e-5)
         assert len(x) == (8 if script is gpt else len(data.val[1])), script
 
+def test_diagnose_of_detr(tmp_path):
+    """Shares of |x| and of small eigenvalues by hand, for 32 drawings; random tokens are left out.
+    In layer 0 queries have no content yet: their values are 0, and an x over values is 0, too."""
+    diagnose = importlib.import_module('diagnose')
+    for name in detr.ATTENTION:
+        c = detr.parse(tiny(detr, tmp_path, '--self-attention', name, '--cross-attention', name,
+                            '--rebuild-from', 'values', '--random-tokens', 3, '--no-centre'))[1]
+        data, seen = detr.load_data(c), []
+        model = fill(detr.make_model(c, data.meta)).to(DEVICE).eval()
+        attn = model.transformer.decoder.layers[1].multihead_attn
+        hook = attn.register_forward_pre_hook(lambda module, args: seen.append(args))
+        found = diagnose.diagnose(model, detr.evaluate, data, c, DEVICE)
+        hook.remove()
+        assert not attn._forward_pre_hooks and sum(map(len, (args[0] for args in seen))) == min(
+            32, len(data.val)), name
+        shares, thin = [], []
+        for args in seen:
+            q, k, v = attn.heads(*args[:3])
+            x = attn.coefficients(q, k, v, args[3])[..., :v.size(2)].abs().flatten(0, 2).cpu()
+            shares += [sum(sorted(row.tolist())[-5:]) / max(row.sum().item(), 1e-30) for row in x]
+            for head in v.detach().flatten(0, 1).double().cpu():
+                values = np.linalg.svd(head.numpy(), compute_uv=False) ** 2
+                values = np.append(values, np.zeros(max(0, head.size(1) - len(values))))
+                thin.append(np.mean(values <= values.mean() / 100))
+        assert abs(found['1.cross_five'] - np.mean(shares)) < 1e-4, (name, found)
+        assert abs(found['1.cross_thin'] - np.mean(thin)) < 0.01, (name, found, np.mean(thin))
+        if name in ('no-weights', 'admm'):
+            assert found['0.self_thin'] == 1 and 0 <= found['1.self_thin'] <= 1, (name, found)
+        if name == 'admm':
+            assert found['0.self_five'] == 0 and found['1.self_five'] > 0, found
+
 def test_diagnose_of_runs(tmp_path):
     """Every row of ATTENTION has figures: those whose class has no MH, too, and where V is 0. They
     are in a run's log when asked for, and change nothing else; one command prints a run's."""

@@ -1,4 +1,4 @@
-r"""What attention passes on, layer by layer: how long it is and where it points.  [BF Fig. 3]
+r"""What attention does, layer by layer: what it passes on [BF Fig. 3], and where DETR's looks.
 
     python experiments/diagnose.py out/attentionx_gpt/tiny    # a table of a run's best weights
     python experiments/compare.py attentionx_gpt --diagnose --sweep attention=softmax,belief
@@ -17,6 +17,13 @@ images (ViT), as in BF's Fig. 3. The model is watched from outside: any row of A
     gamma               if it is learned
 
 A class of ATTENTION that does not call `heads` has no MH, and lacks the figures with that.
+
+Of DETR, means over the first 32 validation images, for self- and cross-attention of the decoder:
+
+    self_five, cross_five  share of |x| on the five tokens where a query looks most  [OA Sec. 4.2]:
+                           0 where x = 0
+    self_thin, cross_thin  share of V^T V's eigenvalues below a hundredth of their mean, in a head:
+                           1 where V = 0. Then values have lost directions  [OA Sec. 3]
 """
 import argparse
 import copy
@@ -71,9 +78,49 @@ def watch(block, tokens, note):
             proj.register_forward_pre_hook(lambda module, args: seen.update(update=args[0])),
             attn.register_forward_hook(ended)]
 
+class First:
+    """The first n examples of a data set."""
+    def __init__(self, dataset, n):
+        self.dataset, self.n = dataset, min(n, len(dataset))
+
+    def __len__(self):
+        return self.n
+
+    def __getattr__(self, name):  # all else is as there
+        return getattr(self.dataset, name)
+
+@torch.no_grad()
+def diagnose_detr(model, evaluate, data, c, device):
+    """{'0.cross_five': ..., '0.cross_thin': ..., '0.self_five': ...}, watched during evaluate."""
+    found, hooks = defaultdict(list), []
+    def watch_detr(attn, name):
+        def note(module, args):
+            q, k, v = attn.heads(*args[:3])
+            padding = args[3] if len(args) > 3 else None
+            x = attn.coefficients(q, k, v, padding)[..., :v.size(2)].abs()  # not of random tokens
+            top = x.topk(min(5, x.size(-1))).values.sum(-1)
+            found[f'{name}_five'].append((top / x.sum(-1).clamp_min(1e-30)).flatten())
+            values = torch.linalg.eigvalsh((v.mT @ v).double())  # (B, nh, hs)
+            small = values <= values.mean(-1, keepdim=True) / 100
+            found[f'{name}_thin'].append(small.double().mean(-1).flatten())
+        hooks.append(attn.register_forward_pre_hook(note))
+    for i, layer in enumerate(model.transformer.decoder.layers):
+        watch_detr(layer.self_attn, f'{i}.self')
+        watch_detr(layer.multihead_attn, f'{i}.cross')
+    few = copy.copy(data)
+    few.val = First(data.val, 32)
+    try:
+        evaluate(model, few, c, device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: torch.cat(values).mean().item() for name, values in found.items()}
+
 @torch.no_grad()
 def diagnose(model, evaluate, data, c, device):
     """{'0.mh': the mean length of MH in layer 0, ...}, watched during evaluate."""
+    if hasattr(model, 'bbox_embed'):
+        return diagnose_detr(model, evaluate, data, c, device)
     is_gpt = hasattr(model, 'transformer')
     blocks = model.transformer.h if is_gpt else model.blocks
     tokens = slice(None) if is_gpt else slice(1)  # of a ViT the class token
