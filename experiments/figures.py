@@ -6,7 +6,8 @@
     claims.png    what was found: differences from softmax in a GPT, a ViT and DETR
     rates.png     a small GPT's validation loss by learning rate, and its difference from softmax's
     variants.png  every variant at its own best rate: its difference from softmax, sorted
-    layers.png    BeliefFormer's Fig. 3: how long MH and Delta are and where they point, in a ViT
+    layers.png    BeliefFormer's Fig. 3: how long MH and Delta are and where they point, in a ViT's
+                  first epoch
     scaling.png   time and memory of attention by the number of tokens, from `memory.py lengths`
 
 A variant has the same colour in every picture, and colour-blind readers can tell those of a panel
@@ -212,22 +213,23 @@ def draw_variants():
     save(figure, 'variants')
 
 def draw_layers():
-    rows = [row for row in read_all(['vit-depth-log']) if row['step'] == 703]
-    figure = Figure(figsize=(9, 3), layout='constrained')
+    lines = {}  # {step: the seeds' lines of the log}
+    for row in read_all(['vit-first-epoch-log']):
+        lines.setdefault(row['step'], []).append(row)
+    figure = Figure(figsize=(9, 3.6), layout='constrained')
     axes = figure.subplots(1, 3)
-    for ax, title, *lines in (
-            (axes[0], 'length of Δ / length of MH',
-             ('Δ', lambda r: r('update_out') / r('mh_out'))),
-            (axes[1], 'cosine with the input X', ('MH', lambda r: r('cos_mh')),
-             ('Δ', lambda r: r('cos_update'))),
-            (axes[2], 'α: how much of V is in MH', ('Δ', lambda r: r('alpha')))):
-        for name, f in lines:
+    for ax, title, f in (
+            (axes[0], 'length of Δ / length of MH', lambda r: r('update_out') / r('mh_out')),
+            (axes[1], 'share along X: Δ\'s minus MH\'s', lambda r: r('cos2_update') - r('cos2_mh')),
+            (axes[2], 'α: how much of V is in MH', lambda r: r('alpha'))):
+        for layer in (0, 3, 6, 9, 11):
             means = [np.mean([f(lambda key: row[f'{layer}.{key}']) for row in rows])
-                     for layer in range(12)]
-            variant = 'belief' if name == 'Δ' else 'softmax'
-            ax.plot(means, color=VARIANTS[variant][1], marker=MARKERS[variant], label=name)
-        ax.set(title=title, xlabel='layer', xticks=range(12), ylim=(0, None))
-    axes[1].legend()
+                     for rows in lines.values()]
+            ax.plot(lines.keys(), means, color=matplotlib.colormaps['viridis_r'](layer / 12 + 0.08),
+                    label=f'layer {layer}')
+        ax.set(title=title, xlabel='step')
+    axes[1].axhline(0, color=BLACK, lw=1)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=5)
     save(figure, 'layers')
 
 KINDS = {  # case in runs/lengths.csv: name, colour, marker
