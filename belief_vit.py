@@ -398,19 +398,6 @@ def resize_positions(pos, g):
     patches = F.interpolate(patches, (g, g), mode='bicubic').flatten(2).mT  # (1, g g, C)
     return torch.cat([pos[:, :1], patches], dim=1)  # the class token's stays
 
-FILL = {  # initialise p, a parameter of a layer with n inputs
-    'zero': lambda p, n, rng: p.zero_(),
-    'normal': lambda p, n, rng: p.normal_(generator=rng),
-    'truncated': lambda p, n, rng: nn.init.trunc_normal_(p, std=0.02, generator=rng),
-    'xavier': lambda p, n, rng: nn.init.xavier_normal_(p, generator=rng),
-    'uniform': lambda p, n, rng: p.uniform_(-n ** -0.5, n ** -0.5, generator=rng),  # PyTorch's own
-}
-MODELS = {  # rows of FILL for class token and positions, for weights, and for biases
-    'shifted': dict(token='normal', weight='uniform', bias='uniform'),
-    'deit': dict(token='truncated', weight='truncated', bias='zero'),
-    'deit-local': dict(token='xavier', weight='xavier', bias='uniform'),
-}
-
 class ViT(nn.Module):
     """The design that config.model names. State-dict keys are timm's."""
     def __init__(self, config, num_classes):
@@ -433,18 +420,23 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from the seed and its name alone: what variants share starts equal."""
-        c = self.config
-        rng = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
-        module, _, kind = name.rpartition('.')  # blocks.0.attn.qkv, weight
-        if not module:  # cls_token, pos_embed
-            FILL[MODELS[c.model]['token']](p, None, rng)
-            return
-        layer = self.get_submodule(module)
-        how = 'uniform' if isinstance(layer, nn.Conv2d) else MODELS[c.model][kind]
-        parts = p.chunk(3) if how == 'xavier' and 'qkv' in module else [p]  # q, k and v
-        for part in parts:
-            FILL[how](part, layer.weight[0].numel(), rng)
+        """Initialise p from the seed and its name alone: what variants share starts equal. How p is
+        drawn is the originals' choice."""
+        model, bias = self.config.model, name.endswith('.bias')
+        rng = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
+        owner = self.get_submodule(name.rpartition('.')[0])  # of cls_token and pos_embed: self
+        if model == 'shifted' and owner is self:
+            p.normal_(generator=rng)
+        elif model == 'shifted' or isinstance(owner, nn.Conv2d) or (model == 'deit-local' and bias):
+            bound = owner.weight[0].numel() ** -0.5  # PyTorch's own
+            p.uniform_(-bound, bound, generator=rng)
+        elif model == 'deit-local':
+            for part in p.chunk(3) if 'qkv' in name else [p]:  # q, k and v, each by itself
+                nn.init.xavier_normal_(part, generator=rng)
+        elif bias:
+            p.zero_()
+        else:
+            nn.init.trunc_normal_(p, std=0.02, generator=rng)
 
     def forward(self, images):
         """Normalised images (B, 3, S, S), S a multiple of patch_size -> logits (B, classes)."""
