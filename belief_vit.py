@@ -364,7 +364,7 @@ class LocalMlp(nn.Module):
         return F.pad(self.fc2(x), (0, 0, 1, 0))  # (B, T, C), 0 for the class token
 
 def make_norm(c):
-    return nn.LayerNorm(c.embed_dim, eps=1e-5 if c.model == 'shifted' else 1e-6)
+    return nn.LayerNorm(c.embed_dim, eps=1e-5 if c.model == 'shifted' else 1e-6)  # the originals'
 
 class Block(nn.Module):
     def __init__(self, c, layer):
@@ -378,16 +378,16 @@ class Block(nn.Module):
         self.drop = nn.Dropout(c.dropout)
         self.drop_path = c.drop_path * layer / max(1, c.depth - 1)  # this block's chance
 
-    def stochastic_depth(self, branch):
-        """In training, skip the branch for some of the images."""
+    def skip_some(self, branch):
+        """Stochastic depth: in training, some of the images skip the branch."""
         if not self.training or self.drop_path == 0:
             return branch
         kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path
         return branch * kept / (1 - self.drop_path)
 
     def forward(self, x):
-        x = x + self.stochastic_depth(self.drop(self.attn(self.norm1(x))))
-        return x + self.stochastic_depth(self.mlp(self.norm2(x)))
+        x = x + self.skip_some(self.drop(self.attn(self.norm1(x))))
+        return x + self.skip_some(self.mlp(self.norm2(x)))
 
 def resize_positions(pos, g):
     """Position embeddings (1, T, C) -> (1, 1 + g g, C) for g patches in a row, bicubic."""
@@ -454,8 +454,8 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-# About the distance of (x, y) from a shape, negative inside, in halves of the shape's size.
-# One more row changes all drawings.
+# About the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
+# A new row changes all drawings.
 SHAPES = {
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
     'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
@@ -479,17 +479,18 @@ def draw_shapes(n, seed):
     column = np.linspace(-1, 1, 32)
     row = column[:, None]
     for image, label in zip(images, labels):
-        half, angle = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # half the size, in pixels
-        right, down = rng.uniform(half - 15, 15 - half, 2)  # of the shape's middle, in pixels
-        x, y = (15.5 * column - right) / half, (15.5 * row - down) / half
+        radius, angle = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # radius in pixels
+        right, down = rng.uniform(radius - 15, 15 - radius, 2)  # where its middle is, in pixels
+        x, y = (15.5 * column - right) / radius, (15.5 * row - down) / radius
         cos, sin = math.cos(angle), math.sin(angle)
         distance = shapes[label](cos * x + sin * y, cos * y - sin * x)  # (32, 32)
-        cover = np.clip(0.5 - half * distance, 0, 1)  # share of each pixel inside the shape
-        paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
+        cover = np.clip(0.5 - radius * distance, 0, 1)  # share of each pixel inside the shape
+        background = rng.uniform(0, 130, (3, 1, 1))
+        ink = rng.uniform(60, 120, (3, 1, 1))
         light_x, light_y = rng.uniform(-40, 40, (2, 3, 1, 1))
         light = light_x * column + light_y * row  # (3, 32, 32)
         noise = rng.normal(0, 10, (3, 32, 32))
-        image[:] = (paper + light + ink * cover + noise).clip(0, 255)
+        image[:] = (background + light + ink * cover + noise).clip(0, 255)
     return images, labels
 
 def read_meta(name, *kinds):
@@ -512,14 +513,14 @@ def load_data(c):
     """c.data -> train, val and test, each a pair of images and labels (N,) int64; and meta, with
     classes, checksum, and mean and std of red, green and blue (from 0 to 1). Images are bytes
     (N, 3, H, W), or paths of photos (N,)."""
-    if c.data == 'builtin':  # its colours are ImageNet's
+    if c.data == 'builtin':
         splits = dict(train=draw_shapes(8000, 0), test=draw_shapes(2000, 1))
         meta = dict(classes=list(SHAPES), checksum=zlib.crc32(splits['train'][0]),
-                    mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+                    mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])  # ImageNet's
     else:
         folder, meta = read_meta(c.data, 'arrays', 'photos')
         splits = {}
-        for split in {'train', 'val', 'test'} & meta.keys():
+        for split in {'train', 'val', 'test'} & meta.keys():  # meta counts each split's images
             with np.load(folder / f'{split}.npz') as file:
                 splits[split] = file['images'], file['labels']
     if 'val' not in splits:  # it is cut off the training images
@@ -528,8 +529,8 @@ def load_data(c):
         cut = round(c.val_fraction * len(labels))
         if not 0 < cut < len(labels):
             fail(f'--val-fraction {c.val_fraction} takes {cut} of {len(labels)} images')
-        for split, rows in (('val', order[:cut]), ('train', order[cut:])):
-            splits[split] = images[rows], labels[rows]
+        splits['val'] = images[order[:cut]], labels[order[:cut]]
+        splits['train'] = images[order[cut:]], labels[order[cut:]]
     return SimpleNamespace(**splits, meta=meta)
 
 def spread(total, n):
@@ -563,13 +564,13 @@ def read_photo(path, size, bits, crop=None):
     photo = open_photo(path, None, bits)
     width, height = photo.size
     if crop is None:
-        w = h = min(width, height) * (0.875 if size > 64 else 1.0)  # 224 of 256
+        w = h = min(width, height) * (0.875 if size > 64 else 1.0)  # 224 of 256; all, if small
         left, top = (width - w) / 2, (height - h) / 2
     else:
         area, aspect, right, down = crop
-        area = width * height * (0.08 + 0.92 * area)
-        aspect = (4 / 3) ** (2 * aspect - 1)  # log-uniform
-        w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
+        pixels = width * height * (0.08 + 0.92 * area)
+        ratio = (4 / 3) ** (2 * aspect - 1)  # log-uniform
+        w, h = min(width, math.sqrt(pixels * ratio)), min(height, math.sqrt(pixels / ratio))
         left, top = right * (width - w), down * (height - h)
     photo = photo.resize((size, size), box=(left, top, left + w, top + h))  # bicubic
     return np.asarray(photo).transpose(2, 0, 1)
@@ -581,21 +582,21 @@ def normalise(images, size, meta, device='cpu'):
         bits = meta.get('bits', 8)
         images = np.stack(list(POOL.map(lambda path: read_photo(path, size, bits), images)))
     colours = torch.tensor([meta['mean'], meta['std']], device=device)
-    mean, std = 255 * colours[:, :, None, None]  # of bytes, both (3, 1, 1)
+    mean, std = 255 * colours.view(2, 3, 1, 1)  # of bytes
     x = (torch.from_numpy(images).to(device).float() - mean) / std
     if x.shape[2:] != (size, size):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
 def randaugment(image, which, sign, at_y, at_x, policy):
-    """One of 16 operations on a Pillow image, at strength 14/30. Four random numbers choose. In
-    policy `paper`, that of vision-transformers-cifar10, two of them shift by 47 pixels, which turns
-    23.4 % of 32-pixel images black; in `fixed` they shift in proportion to the image."""
+    """One of 16 operations on a Pillow image, at strength 14/30. Four random numbers choose. Policy
+    `paper` is that of vision-transformers-cifar10: two operations shift by 47 pixels, which turns
+    23.4 % of 32-pixel images black. With `fixed` they shift in proportion to the image."""
     from PIL import Image, ImageEnhance as enhance, ImageOps as ops
     width, height = image.size
     strength = 14 / 30
     signed = strength if sign < 0.5 else -strength
-    # in pixels: the original's, meant for images of 224, or timm's
+    # pixels at strength 1: the original's, meant for images of 224, or timm's
     far_x, far_y = (100, 100) if policy == 'paper' else (0.45 * width, 0.45 * height)
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
@@ -615,7 +616,7 @@ def randaugment(image, which, sign, at_y, at_x, policy):
         'posterize': lambda: ops.posterize(image, 1),  # keeps one bit
         'solarize': lambda: ops.solarize(image, 256 * strength),
         'solarize_add': lambda: ops.solarize(image.point(lambda x: min(255, x + 51)), 128),
-        'color': lambda: enhance.Color(image).enhance(0.94),  # 0.1 + 1.8 * 14 / 30; 1 is as it was
+        'color': lambda: enhance.Color(image).enhance(0.94),  # 0.1 + 1.8 strength
         'contrast': lambda: enhance.Contrast(image).enhance(0.94),
         'brightness': lambda: enhance.Brightness(image).enhance(0.94),
         'sharpness': lambda: enhance.Sharpness(image).enhance(0.94),
@@ -630,21 +631,22 @@ def randaugment(image, which, sign, at_y, at_x, policy):
 def augment(x, chance, c, size, bits):
     """The path of a photo -> a random part of it (3, size, size); an image (3, H, W) -> the same,
     shifted by up to 4 pixels each way. c.randaugment changes it, c.flip mirrors half of all.
-    `chance`: its random numbers, from 0 to 1."""
+    `chance`: random numbers from 0 to 1: four or two for the place, one to mirror, eight for
+    randaugment."""
     photo = isinstance(x, str)
+    n = 4 if photo else 2
+    place, mirror, dice = chance[:n], chance[n], chance[n + 1:]
     if photo:
-        area, aspect, right, down, mirror, *dice = chance
-        x = read_photo(x, size, bits, (area, aspect, right, down))
-    else:
-        top, left, mirror, *dice = chance
+        x = read_photo(x, size, bits, place)
     if c.randaugment != 'none':
         from PIL import Image
         image = Image.fromarray(x.transpose(1, 2, 0))
-        for which, sign, at_y, at_x in (dice[:4], dice[4:]):
-            image = randaugment(image, which, sign, at_y, at_x, c.randaugment)
+        image = randaugment(image, *dice[:4], c.randaugment)
+        image = randaugment(image, *dice[4:], c.randaugment)
         x = np.asarray(image).transpose(2, 0, 1)
     if not photo:
-        top, left, (_, H, W) = int(9 * top), int(9 * left), x.shape
+        top, left = [int(9 * number) for number in place]
+        H, W = x.shape[1:]
         x = np.pad(x, ((0, 0), (4, 4), (4, 4)))[:, top:top + H, left:left + W]
     return x[..., ::-1] if mirror < 0.5 and c.flip else x
 
@@ -656,7 +658,8 @@ def mix(images, rng):
     if rng.random() < 0.5:
         lam = rng.beta(0.8, 0.8)
         return other.lerp(images, lam), lam
-    half, centre = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2, rng.random(2)  # of a box, in image sides
+    half = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2  # of a box's side; the image's is 1
+    centre = rng.random(2)
     corners = np.clip([centre - half, centre + half], 0, 1) * size
     (top, left), (bottom, right) = corners.round().astype(int)
     mixed = images.clone()
@@ -672,14 +675,15 @@ def get_batch(data, c, step, micro_step, device):
     (B, 3, size, size), labels (B,), and lam, the share that each image keeps of itself."""
     images, labels = data.train
     n, photos, bits = len(labels), images.ndim == 1, data.meta.get('bits', 8)
-    step_size = c.grad_accum_steps * c.batch_size  # 2 of 32 hold the images of 1 of 64
-    begin = step * step_size  # the step's first image, counted over all epochs
+    per_step = c.grad_accum_steps * c.batch_size  # 2 micro-batches of 32 are the same as 1 of 64
+    begin = step * per_step  # the step's first image, counted over all epochs
     rows = range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size)  # in this step
     index = [shuffled(c.seed, (begin + row) // n, n)[(begin + row) % n] for row in rows]
-    numbers = 13 if photos and c.randaugment != 'none' else 11  # random ones for each image
-    chance = stream('chance', c.seed, step).random((step_size, numbers))
-    growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
-    size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
+    numbers = 13 if photos and c.randaugment != 'none' else 11  # of `chance`, for each image
+    chance = stream('chance', c.seed, step).random((per_step, numbers))
+    size = c.image_size
+    if c.first_size:  # two patches more every five epochs
+        size = min(size, c.first_size + 2 * c.patch_size * (begin // (5 * n)))
     apply = POOL.map if photos else map  # only decoding photos gains from threads
     x = apply(lambda i, row: augment(images[i], chance[row], c, size, bits), index, rows)
     x = normalise(np.stack(list(x)), size, data.meta, device)

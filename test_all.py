@@ -895,7 +895,7 @@ def test_vit_dropout(tmp_path):
     close(mlp(x), mlp.fc2(F.gelu(mlp.fc1(x)).tanh()).tanh(), 1e-12)
     blocks = vit_model(drop_path=0.9).train().blocks
     assert [block.drop_path for block in blocks] == [0, 0.9]
-    kept = blocks[1].stochastic_depth(torch.ones(4000, 2, 3, device=DEVICE))
+    kept = blocks[1].skip_some(torch.ones(4000, 2, 3, device=DEVICE))
     assert (kept == kept[:, :1, :1]).all()
     close(kept.mean(), 1, 0.3)
     blocks[1].drop_path = 1 - 1e-12  # both branches
