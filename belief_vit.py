@@ -25,8 +25,8 @@ node keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
     [AX2 Eq. 10]    Phi = V - gamma MH,         gamma >= 1                    attentionx
     [AX1 Eq. 9]     Phi = gamma V - MH,         0 < gamma <= 1                attentionx-v1
     [choice]        Phi, where each head learns its gamma                     attentionx-learned
-    [AX2 Sec. 3.2]  gamma is 1 with zero_diag, without it 3 [choice]; in
-                    the first version 1 [AX1 Sec. 4.1]                        default_gamma
+    [AX2 Sec. 3.2]  gamma is 1 with zero_diag, 3 without [choice]; of
+                    attentionx-v1 it is 1 [AX1 Sec. 4.1]                      default_gamma
     [BF Sec. 5.3]   the papers' optimiser, SET-Adam [SA]                      SETAdam
 
 <a,b> is the dot product at one token: of all its channels in BF Eq. 10, of head m's in BF Eq. 13.
@@ -42,9 +42,9 @@ linear model on the same pixels 26.2 %. To try a formula of your own, add a row 
 
 Two presets are the papers' models: vit-small is that of vision-transformers-cifar10,
 deit-small-local that of efficient-vit-training. With the originals' weights they give the
-originals' logits, to 1e-6. [deviation] We leave out efficient-vit-training's EMA, RandAugment,
-random erasing, repeated augmentation and unused parameters, and train the position embeddings,
-which it keeps fixed.
+originals' logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment,
+random erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours
+are trained.
 """
 import argparse
 import csv
@@ -92,12 +92,12 @@ def multi_head(q, k, v, zero_diag=False):
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs)
     # Written out:
     #     scores = q @ k.mT / hs ** 0.5                                    # (B, nh, T, T)
-    #     itself = torch.eye(T, dtype=torch.bool)                          # with zero_diag
-    #     mh = scores.masked_fill(itself, -math.inf).softmax(-1) @ v       # (B, nh, T, hs)
-    seen = None  # all tokens
+    #     seen = ~torch.eye(T, dtype=torch.bool)                           # with zero_diag
+    #     mh = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v        # (B, nh, T, hs)
+    seen = None
     if zero_diag:
         seen = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)  # (T, T)
-    mh = F.scaled_dot_product_attention(q, k, v, seen)
+    mh = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return mh.transpose(1, 2)
 
 def orthogonal(mh, v):
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         hs = c.head_size or c.embed_dim // c.num_heads
         self.qkv = nn.Linear(c.embed_dim, 3 * c.num_heads * hs, bias=c.model == 'deit')
         self.proj = nn.Linear(c.num_heads * hs, c.embed_dim)  # W^o
-        if c.model == 'shifted':  # attention's scale, learned as its logarithm
+        if c.model == 'shifted':  # it learns log(scale), in place of the scale 1 / sqrt(hs)
             self.temperature = nn.Parameter(torch.tensor(math.log(hs ** -0.5)))
 
     def heads(self, x):
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         c = self.config
         q, k, v = self.qkv(x).chunk(3, dim=2)  # (B, T, nh hs)
         q, k, v = [t.unflatten(2, (c.num_heads, -1)) for t in (q, k, v)]  # (B, T, nh, hs)
-        if c.model == 'shifted':  # softmax(scale QK^T) V: sqrt(hs) undoes multi_head's division
+        if c.model == 'shifted':  # times sqrt(hs), since multi_head divides by it
             q = q * (self.temperature.exp() * q.size(3) ** 0.5)
         return multi_head(q, k, v, c.zero_diag), v
 
@@ -152,8 +152,8 @@ class BeliefStar(Attention):
     """Delta W^o + Delta_s W^s.  [BF Eq. 15]"""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        width = self.proj.in_features
-        self.proj_s = nn.Linear(width, c.embed_dim, bias=False)  # W^s. [choice] without bias
+        # W^s. [choice] without bias
+        self.proj_s = nn.Linear(self.proj.in_features, c.embed_dim, bias=False)
 
     def forward(self, x):
         nh = self.config.num_heads
@@ -194,7 +194,7 @@ class SETAdam(torch.optim.Optimizer):
         shrink = (sum v)^2 / (d sum v^2)            1 where all v are equal, 1/d where one dominates
         w = sqrt(shrink v / (1 - beta2^t) + eps)    smaller than Adam's, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
-    A tensor is one parameter of the model: three for q, k and v would train differently.
+    qkv is one tensor; three tensors for q, k and v would train differently.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -213,8 +213,8 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                unit = v / v.max().clamp_min(1e-37)  # shrink stays the same, without overflow
-                squares = unit.square().sum().clamp_min(1.0)  # it is below 1 only if v = 0
+                unit = v / v.max().clamp_min(1e-37)  # v's shrink, and no square overflows
+                squares = unit.square().sum().clamp_min(1.0)  # at least 1 already, unless v = 0
                 shrink = unit.sum().square() / (v.numel() * squares)
                 w = (shrink * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
                 update = m / (w - group['tau'] * w.min())
@@ -241,16 +241,16 @@ class Config:
     head_size: int = 0             # channels of a head; 0: embed_dim / num_heads
     mlp_dim: int = 128             # hidden channels of the feed-forward network
     dropout: float = 0.0
-    drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
+    drop_path: float = 0.0         # chance to skip a branch of the last block; earlier blocks less
     init: str = ''                 # weights to start from: a run's best.pt, or prepare_data.py's
     # data
     data: str = 'builtin'          # a folder in data/, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, if the data have no val.npz
     flip: bool = True              # mirror half of the images in training
-    randaugment: Literal['none', 'paper', 'fixed'] = 'none'  # fixed shifts less than paper
+    randaugment: Literal['none', 'paper', 'fixed'] = 'none'  # fixed: paper's with smaller shifts
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread evenly over the classes
-    first_size: int = 0            # side of the first images; it grows to image_size; 0: no growth
+    first_size: int = 0            # images start at this side and grow to image_size; 0: no growth
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
@@ -301,13 +301,12 @@ PRESETS = {
     'cifar-paper': dict(VIT_SMALL, data='cifar10', randaugment='paper', max_iters=35157,
                         batch_size=512, optimizer='set-adam', learning_rate=1e-4, warmup_iters=0,
                         grad_clip=0.0, eval_interval=88),
-    # BF takes its model and settings from efficient-vit-training.
+    # BF takes its model, settings and 300 epochs from efficient-vit-training.
     # [deviation] validated on a hundredth of the training images, not on ImageNet's val
     'imagenet-paper': dict(DEIT_SMALL, model='deit-local', drop_path=0.1, data='imagenet',
                            val_fraction=0.01, mix=True, label_smoothing=0.1, first_size=32,
-                           max_iters=5945415,  # 300 epochs
-                           learning_rate=1.25e-4, min_lr_ratio=0.08, warmup_iters=0, grad_clip=0.0,
-                           eval_interval=10000),
+                           max_iters=5945415, learning_rate=1.25e-4, min_lr_ratio=0.08,
+                           warmup_iters=0, grad_clip=0.0, eval_interval=10000),
 }
 
 # ------------------------------------ model ------------------------------------
@@ -697,8 +696,8 @@ def get_batch(data, c, step, micro_step, device):
 def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = ViT(c, len(meta['classes']))
-    if c.init and not c.resume:
-        load_weights(model, c.init, heads='num_heads', optional='^head|proj_s|gamma')  # add names
+    if c.init and not c.resume:  # add the names of your own parameters to `optional`
+        load_weights(model, c.init, heads='num_heads', optional='^head|proj_s|gamma')
     return model
 
 def fitted(weights, model):
@@ -720,7 +719,7 @@ def make_optimizer(model, c):
         group.append(p)
     groups = [dict(params=matrices, weight_decay=c.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=c.learning_rate)  # betas are SET-Adam's, too: 0.9 and 0.999
+    return torch.optim.AdamW(groups, lr=c.learning_rate)  # betas: 0.9 and 0.999
 
 def loss_of(net, batch, c):
     """The loss of a micro-batch, in nats per image."""
@@ -736,7 +735,8 @@ def loss_of(net, batch, c):
 def loss_and_accuracy(model, images, labels, meta, device):
     """Loss in nats per image, and the share of images that the model gets right. It computes in
     float32, whatever c.dtype is, so that runs can be compared."""
-    c, loss, correct = model.config, 0.0, 0
+    c = model.config
+    loss, correct = 0.0, 0
     for i in range(0, len(labels), c.batch_size):
         rows = slice(i, i + c.batch_size)
         x = normalise(images[rows], c.image_size, meta, device)
@@ -842,7 +842,8 @@ def train(c, folder=None, data=None):
         torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # of dropout
         for group in optimizer.param_groups:
             group['lr'] = get_lr(step, c)
-        batches, coming = coming.result(), POOL.submit(make_batches, step + 1)
+        batches = coming.result()
+        coming = POOL.submit(make_batches, step + 1)
         losses.append(train_step(net, batches, c, optimizer, scaler, autocast))
         seconds += time.perf_counter() - start
         step += 1
@@ -855,7 +856,7 @@ def train(c, folder=None, data=None):
 def report(c, model, log, folder, data):
     """Print the result beside a linear model's and the majority class's, and draw the curves."""
     images, labels = data.test
-    model.load_state_dict(load(folder / 'best.pt')['model'])  # until now it has the last weights
+    model.load_state_dict(load(folder / 'best.pt')['model'])  # train left the last ones
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     majority = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
@@ -891,7 +892,7 @@ def predict(c):
     for path in map(str, photos):
         try:
             image = read_photo(path, size, meta.get('bits', 8))
-        except Exception as error:  # Pillow has half a dozen
+        except Exception as error:  # Pillow raises many kinds
             print(f'note    {path} cannot be read: {error}')
             continue
         x = normalise(np.stack([image]), size, meta, model.head.weight.device)
