@@ -25,8 +25,8 @@ node keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
     [AX2 Eq. 10]    Phi = V - gamma MH,         gamma >= 1                    attentionx
     [AX1 Eq. 9]     Phi = gamma V - MH,         0 < gamma <= 1                attentionx-v1
     [choice]        Phi, where each head learns its gamma                     attentionx-learned
-    [AX2 Sec. 3.2]  gamma is 1 with zero_diag, without it 3 [choice]; in
-                    the first version 1 [AX1 Sec. 4.1]                        default_gamma
+    [AX2 Sec. 3.2]  gamma is 1 with zero_diag, 3 without [choice]; of
+                    attentionx-v1 it is 1 [AX1 Sec. 4.1]                      default_gamma
     [BF Sec. 5.3]   the papers' optimiser, SET-Adam [SA]                      SETAdam
 
 <a,b> is the dot product at one token: of all its channels in BF Eq. 10, of head m's in BF Eq. 13.
@@ -42,9 +42,9 @@ linear model on the same pixels 26.2 %. To try a formula of your own, add a row 
 
 Two presets are the papers' models: vit-small is that of vision-transformers-cifar10,
 deit-small-local that of efficient-vit-training. With the originals' weights they give the
-originals' logits, to 1e-6. [deviation] We leave out efficient-vit-training's EMA, RandAugment,
-random erasing, repeated augmentation and unused parameters, and train the position embeddings,
-which it keeps fixed.
+originals' logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment,
+random erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours
+are trained.
 """
 import argparse
 import csv
@@ -92,12 +92,12 @@ def multi_head(q, k, v, zero_diag=False):
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs)
     # Written out:
     #     scores = q @ k.mT / hs ** 0.5                                    # (B, nh, T, T)
-    #     itself = torch.eye(T, dtype=torch.bool)                          # with zero_diag
-    #     mh = scores.masked_fill(itself, -math.inf).softmax(-1) @ v       # (B, nh, T, hs)
-    seen = None  # all tokens
+    #     seen = ~torch.eye(T, dtype=torch.bool)                           # with zero_diag
+    #     mh = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v        # (B, nh, T, hs)
+    seen = None
     if zero_diag:
         seen = ~torch.eye(q.size(2), dtype=torch.bool, device=q.device)  # (T, T)
-    mh = F.scaled_dot_product_attention(q, k, v, seen)
+    mh = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return mh.transpose(1, 2)
 
 def orthogonal(mh, v):
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         hs = c.head_size or c.embed_dim // c.num_heads
         self.qkv = nn.Linear(c.embed_dim, 3 * c.num_heads * hs, bias=c.model == 'deit')
         self.proj = nn.Linear(c.num_heads * hs, c.embed_dim)  # W^o
-        if c.model == 'shifted':  # attention's scale, learned as its logarithm
+        if c.model == 'shifted':  # it learns log(scale), in place of the scale 1 / sqrt(hs)
             self.temperature = nn.Parameter(torch.tensor(math.log(hs ** -0.5)))
 
     def heads(self, x):
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         c = self.config
         q, k, v = self.qkv(x).chunk(3, dim=2)  # (B, T, nh hs)
         q, k, v = [t.unflatten(2, (c.num_heads, -1)) for t in (q, k, v)]  # (B, T, nh, hs)
-        if c.model == 'shifted':  # softmax(scale QK^T) V: sqrt(hs) undoes multi_head's division
+        if c.model == 'shifted':  # times sqrt(hs), since multi_head divides by it
             q = q * (self.temperature.exp() * q.size(3) ** 0.5)
         return multi_head(q, k, v, c.zero_diag), v
 
@@ -152,8 +152,8 @@ class BeliefStar(Attention):
     """Delta W^o + Delta_s W^s.  [BF Eq. 15]"""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        width = self.proj.in_features
-        self.proj_s = nn.Linear(width, c.embed_dim, bias=False)  # W^s. [choice] without bias
+        # W^s. [choice] without bias
+        self.proj_s = nn.Linear(self.proj.in_features, c.embed_dim, bias=False)
 
     def forward(self, x):
         nh = self.config.num_heads
@@ -194,7 +194,7 @@ class SETAdam(torch.optim.Optimizer):
         shrink = (sum v)^2 / (d sum v^2)            1 where all v are equal, 1/d where one dominates
         w = sqrt(shrink v / (1 - beta2^t) + eps)    smaller than Adam's, so steps are larger
         theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
-    A tensor is one parameter of the model: three for q, k and v would train differently.
+    qkv is one tensor; three tensors for q, k and v would train differently.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -213,8 +213,8 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                unit = v / v.max().clamp_min(1e-37)  # shrink stays the same, without overflow
-                squares = unit.square().sum().clamp_min(1.0)  # it is below 1 only if v = 0
+                unit = v / v.max().clamp_min(1e-37)  # v's shrink, and no square overflows
+                squares = unit.square().sum().clamp_min(1.0)  # at least 1 already, unless v = 0
                 shrink = unit.sum().square() / (v.numel() * squares)
                 w = (shrink * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
                 update = m / (w - group['tau'] * w.min())
@@ -241,16 +241,16 @@ class Config:
     head_size: int = 0             # channels of a head; 0: embed_dim / num_heads
     mlp_dim: int = 128             # hidden channels of the feed-forward network
     dropout: float = 0.0
-    drop_path: float = 0.0         # chance to skip a branch: 0 in the first block, this in the last
+    drop_path: float = 0.0         # chance to skip a branch of the last block; earlier blocks less
     init: str = ''                 # weights to start from: a run's best.pt, or prepare_data.py's
     # data
     data: str = 'builtin'          # a folder in data/, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, if the data have no val.npz
     flip: bool = True              # mirror half of the images in training
-    randaugment: Literal['none', 'paper', 'fixed'] = 'none'  # fixed shifts less than paper
+    randaugment: Literal['none', 'paper', 'fixed'] = 'none'  # fixed: paper's with smaller shifts
     mix: bool = False              # mixup and cutmix, as in DeiT
     label_smoothing: float = 0.0   # probability spread evenly over the classes
-    first_size: int = 0            # side of the first images; it grows to image_size; 0: no growth
+    first_size: int = 0            # images start at this side and grow to image_size; 0: no growth
     # training
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
@@ -301,13 +301,12 @@ PRESETS = {
     'cifar-paper': dict(VIT_SMALL, data='cifar10', randaugment='paper', max_iters=35157,
                         batch_size=512, optimizer='set-adam', learning_rate=1e-4, warmup_iters=0,
                         grad_clip=0.0, eval_interval=88),
-    # BF takes its model and settings from efficient-vit-training.
+    # BF takes its model, settings and 300 epochs from efficient-vit-training.
     # [deviation] validated on a hundredth of the training images, not on ImageNet's val
     'imagenet-paper': dict(DEIT_SMALL, model='deit-local', drop_path=0.1, data='imagenet',
                            val_fraction=0.01, mix=True, label_smoothing=0.1, first_size=32,
-                           max_iters=5945415,  # 300 epochs
-                           learning_rate=1.25e-4, min_lr_ratio=0.08, warmup_iters=0, grad_clip=0.0,
-                           eval_interval=10000),
+                           max_iters=5945415, learning_rate=1.25e-4, min_lr_ratio=0.08,
+                           warmup_iters=0, grad_clip=0.0, eval_interval=10000),
 }
 
 # ------------------------------------ model ------------------------------------
@@ -364,7 +363,7 @@ class LocalMlp(nn.Module):
         return F.pad(self.fc2(x), (0, 0, 1, 0))  # (B, T, C), 0 for the class token
 
 def make_norm(c):
-    return nn.LayerNorm(c.embed_dim, eps=1e-5 if c.model == 'shifted' else 1e-6)
+    return nn.LayerNorm(c.embed_dim, eps=1e-5 if c.model == 'shifted' else 1e-6)  # the originals'
 
 class Block(nn.Module):
     def __init__(self, c, layer):
@@ -378,16 +377,16 @@ class Block(nn.Module):
         self.drop = nn.Dropout(c.dropout)
         self.drop_path = c.drop_path * layer / max(1, c.depth - 1)  # this block's chance
 
-    def stochastic_depth(self, branch):
-        """In training, skip the branch for some of the images."""
+    def skip_some(self, branch):
+        """Stochastic depth: in training, some of the images skip the branch."""
         if not self.training or self.drop_path == 0:
             return branch
         kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path
         return branch * kept / (1 - self.drop_path)
 
     def forward(self, x):
-        x = x + self.stochastic_depth(self.drop(self.attn(self.norm1(x))))
-        return x + self.stochastic_depth(self.mlp(self.norm2(x)))
+        x = x + self.skip_some(self.drop(self.attn(self.norm1(x))))
+        return x + self.skip_some(self.mlp(self.norm2(x)))
 
 def resize_positions(pos, g):
     """Position embeddings (1, T, C) -> (1, 1 + g g, C) for g patches in a row, bicubic."""
@@ -397,19 +396,6 @@ def resize_positions(pos, g):
     patches = pos[:, 1:].mT.unflatten(2, (old, old))  # (1, C, old, old)
     patches = F.interpolate(patches, (g, g), mode='bicubic').flatten(2).mT  # (1, g g, C)
     return torch.cat([pos[:, :1], patches], dim=1)  # the class token's stays
-
-FILL = {  # initialise p, a parameter of a layer with n inputs
-    'zero': lambda p, n, rng: p.zero_(),
-    'normal': lambda p, n, rng: p.normal_(generator=rng),
-    'truncated': lambda p, n, rng: nn.init.trunc_normal_(p, std=0.02, generator=rng),
-    'xavier': lambda p, n, rng: nn.init.xavier_normal_(p, generator=rng),
-    'uniform': lambda p, n, rng: p.uniform_(-n ** -0.5, n ** -0.5, generator=rng),  # PyTorch's own
-}
-MODELS = {  # rows of FILL for class token and positions, for weights, and for biases
-    'shifted': dict(token='normal', weight='uniform', bias='uniform'),
-    'deit': dict(token='truncated', weight='truncated', bias='zero'),
-    'deit-local': dict(token='xavier', weight='xavier', bias='uniform'),
-}
 
 class ViT(nn.Module):
     """The design that config.model names. State-dict keys are timm's."""
@@ -433,18 +419,23 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from the seed and its name alone: what variants share starts equal."""
-        c = self.config
-        rng = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
-        module, _, kind = name.rpartition('.')  # blocks.0.attn.qkv, weight
-        if not module:  # cls_token, pos_embed
-            FILL[MODELS[c.model]['token']](p, None, rng)
-            return
-        layer = self.get_submodule(module)
-        how = 'uniform' if isinstance(layer, nn.Conv2d) else MODELS[c.model][kind]
-        parts = p.chunk(3) if how == 'xavier' and 'qkv' in module else [p]  # q, k and v
-        for part in parts:
-            FILL[how](part, layer.weight[0].numel(), rng)
+        """Initialise p from the seed and its name alone: what variants share starts equal. How p is
+        drawn is the originals' choice."""
+        model, bias = self.config.model, name.endswith('.bias')
+        rng = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
+        owner = self.get_submodule(name.rpartition('.')[0])  # of cls_token and pos_embed: self
+        if model == 'shifted' and owner is self:
+            p.normal_(generator=rng)
+        elif model == 'shifted' or isinstance(owner, nn.Conv2d) or (model == 'deit-local' and bias):
+            bound = owner.weight[0].numel() ** -0.5  # PyTorch's own
+            p.uniform_(-bound, bound, generator=rng)
+        elif model == 'deit-local':
+            for part in p.chunk(3) if 'qkv' in name else [p]:  # q, k and v, each by itself
+                nn.init.xavier_normal_(part, generator=rng)
+        elif bias:
+            p.zero_()
+        else:
+            nn.init.trunc_normal_(p, std=0.02, generator=rng)
 
     def forward(self, images):
         """Normalised images (B, 3, S, S), S a multiple of patch_size -> logits (B, classes)."""
@@ -462,8 +453,8 @@ def stream(name, *numbers):
     hence the final 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-# About the distance of (x, y) from a shape, negative inside, in halves of the shape's size.
-# One more row changes all drawings.
+# About the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
+# A new row changes all drawings.
 SHAPES = {
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
     'ring': lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.2,
@@ -487,17 +478,18 @@ def draw_shapes(n, seed):
     column = np.linspace(-1, 1, 32)
     row = column[:, None]
     for image, label in zip(images, labels):
-        half, angle = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # half the size, in pixels
-        right, down = rng.uniform(half - 15, 15 - half, 2)  # of the shape's middle, in pixels
-        x, y = (15.5 * column - right) / half, (15.5 * row - down) / half
+        radius, angle = rng.uniform(8, 13), rng.uniform(0, 2 * math.pi)  # radius in pixels
+        right, down = rng.uniform(radius - 15, 15 - radius, 2)  # where its middle is, in pixels
+        x, y = (15.5 * column - right) / radius, (15.5 * row - down) / radius
         cos, sin = math.cos(angle), math.sin(angle)
         distance = shapes[label](cos * x + sin * y, cos * y - sin * x)  # (32, 32)
-        cover = np.clip(0.5 - half * distance, 0, 1)  # share of each pixel inside the shape
-        paper, ink = rng.uniform(0, 130, (3, 1, 1)), rng.uniform(60, 120, (3, 1, 1))
+        cover = np.clip(0.5 - radius * distance, 0, 1)  # share of each pixel inside the shape
+        background = rng.uniform(0, 130, (3, 1, 1))
+        ink = rng.uniform(60, 120, (3, 1, 1))
         light_x, light_y = rng.uniform(-40, 40, (2, 3, 1, 1))
         light = light_x * column + light_y * row  # (3, 32, 32)
         noise = rng.normal(0, 10, (3, 32, 32))
-        image[:] = (paper + light + ink * cover + noise).clip(0, 255)
+        image[:] = (background + light + ink * cover + noise).clip(0, 255)
     return images, labels
 
 def read_meta(name, *kinds):
@@ -520,14 +512,14 @@ def load_data(c):
     """c.data -> train, val and test, each a pair of images and labels (N,) int64; and meta, with
     classes, checksum, and mean and std of red, green and blue (from 0 to 1). Images are bytes
     (N, 3, H, W), or paths of photos (N,)."""
-    if c.data == 'builtin':  # its colours are ImageNet's
+    if c.data == 'builtin':
         splits = dict(train=draw_shapes(8000, 0), test=draw_shapes(2000, 1))
         meta = dict(classes=list(SHAPES), checksum=zlib.crc32(splits['train'][0]),
-                    mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+                    mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])  # ImageNet's
     else:
         folder, meta = read_meta(c.data, 'arrays', 'photos')
         splits = {}
-        for split in {'train', 'val', 'test'} & meta.keys():
+        for split in {'train', 'val', 'test'} & meta.keys():  # meta counts each split's images
             with np.load(folder / f'{split}.npz') as file:
                 splits[split] = file['images'], file['labels']
     if 'val' not in splits:  # it is cut off the training images
@@ -536,8 +528,8 @@ def load_data(c):
         cut = round(c.val_fraction * len(labels))
         if not 0 < cut < len(labels):
             fail(f'--val-fraction {c.val_fraction} takes {cut} of {len(labels)} images')
-        for split, rows in (('val', order[:cut]), ('train', order[cut:])):
-            splits[split] = images[rows], labels[rows]
+        splits['val'] = images[order[:cut]], labels[order[:cut]]
+        splits['train'] = images[order[cut:]], labels[order[cut:]]
     return SimpleNamespace(**splits, meta=meta)
 
 def spread(total, n):
@@ -571,13 +563,13 @@ def read_photo(path, size, bits, crop=None):
     photo = open_photo(path, None, bits)
     width, height = photo.size
     if crop is None:
-        w = h = min(width, height) * (0.875 if size > 64 else 1.0)  # 224 of 256
+        w = h = min(width, height) * (0.875 if size > 64 else 1.0)  # 224 of 256; all, if small
         left, top = (width - w) / 2, (height - h) / 2
     else:
         area, aspect, right, down = crop
-        area = width * height * (0.08 + 0.92 * area)
-        aspect = (4 / 3) ** (2 * aspect - 1)  # log-uniform
-        w, h = min(width, math.sqrt(area * aspect)), min(height, math.sqrt(area / aspect))
+        pixels = width * height * (0.08 + 0.92 * area)
+        ratio = (4 / 3) ** (2 * aspect - 1)  # log-uniform
+        w, h = min(width, math.sqrt(pixels * ratio)), min(height, math.sqrt(pixels / ratio))
         left, top = right * (width - w), down * (height - h)
     photo = photo.resize((size, size), box=(left, top, left + w, top + h))  # bicubic
     return np.asarray(photo).transpose(2, 0, 1)
@@ -589,21 +581,21 @@ def normalise(images, size, meta, device='cpu'):
         bits = meta.get('bits', 8)
         images = np.stack(list(POOL.map(lambda path: read_photo(path, size, bits), images)))
     colours = torch.tensor([meta['mean'], meta['std']], device=device)
-    mean, std = 255 * colours[:, :, None, None]  # of bytes, both (3, 1, 1)
+    mean, std = 255 * colours.view(2, 3, 1, 1)  # of bytes
     x = (torch.from_numpy(images).to(device).float() - mean) / std
     if x.shape[2:] != (size, size):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
     return x
 
 def randaugment(image, which, sign, at_y, at_x, policy):
-    """One of 16 operations on a Pillow image, at strength 14/30. Four random numbers choose. In
-    policy `paper`, that of vision-transformers-cifar10, two of them shift by 47 pixels, which turns
-    23.4 % of 32-pixel images black; in `fixed` they shift in proportion to the image."""
+    """One of 16 operations on a Pillow image, at strength 14/30. Four random numbers choose. Policy
+    `paper` is that of vision-transformers-cifar10: two operations shift by 47 pixels, which turns
+    23.4 % of 32-pixel images black. With `fixed` they shift in proportion to the image."""
     from PIL import Image, ImageEnhance as enhance, ImageOps as ops
     width, height = image.size
     strength = 14 / 30
     signed = strength if sign < 0.5 else -strength
-    # in pixels: the original's, meant for images of 224, or timm's
+    # pixels at strength 1: the original's, meant for images of 224, or timm's
     far_x, far_y = (100, 100) if policy == 'paper' else (0.45 * width, 0.45 * height)
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
@@ -623,7 +615,7 @@ def randaugment(image, which, sign, at_y, at_x, policy):
         'posterize': lambda: ops.posterize(image, 1),  # keeps one bit
         'solarize': lambda: ops.solarize(image, 256 * strength),
         'solarize_add': lambda: ops.solarize(image.point(lambda x: min(255, x + 51)), 128),
-        'color': lambda: enhance.Color(image).enhance(0.94),  # 0.1 + 1.8 * 14 / 30; 1 is as it was
+        'color': lambda: enhance.Color(image).enhance(0.94),  # 0.1 + 1.8 strength
         'contrast': lambda: enhance.Contrast(image).enhance(0.94),
         'brightness': lambda: enhance.Brightness(image).enhance(0.94),
         'sharpness': lambda: enhance.Sharpness(image).enhance(0.94),
@@ -638,21 +630,22 @@ def randaugment(image, which, sign, at_y, at_x, policy):
 def augment(x, chance, c, size, bits):
     """The path of a photo -> a random part of it (3, size, size); an image (3, H, W) -> the same,
     shifted by up to 4 pixels each way. c.randaugment changes it, c.flip mirrors half of all.
-    `chance`: its random numbers, from 0 to 1."""
+    `chance`: random numbers from 0 to 1: four or two for the place, one to mirror, eight for
+    randaugment."""
     photo = isinstance(x, str)
+    n = 4 if photo else 2
+    place, mirror, dice = chance[:n], chance[n], chance[n + 1:]
     if photo:
-        area, aspect, right, down, mirror, *dice = chance
-        x = read_photo(x, size, bits, (area, aspect, right, down))
-    else:
-        top, left, mirror, *dice = chance
+        x = read_photo(x, size, bits, place)
     if c.randaugment != 'none':
         from PIL import Image
         image = Image.fromarray(x.transpose(1, 2, 0))
-        for which, sign, at_y, at_x in (dice[:4], dice[4:]):
-            image = randaugment(image, which, sign, at_y, at_x, c.randaugment)
+        image = randaugment(image, *dice[:4], c.randaugment)
+        image = randaugment(image, *dice[4:], c.randaugment)
         x = np.asarray(image).transpose(2, 0, 1)
     if not photo:
-        top, left, (_, H, W) = int(9 * top), int(9 * left), x.shape
+        top, left = [int(9 * number) for number in place]
+        H, W = x.shape[1:]
         x = np.pad(x, ((0, 0), (4, 4), (4, 4)))[:, top:top + H, left:left + W]
     return x[..., ::-1] if mirror < 0.5 and c.flip else x
 
@@ -664,7 +657,8 @@ def mix(images, rng):
     if rng.random() < 0.5:
         lam = rng.beta(0.8, 0.8)
         return other.lerp(images, lam), lam
-    half, centre = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2, rng.random(2)  # of a box, in image sides
+    half = math.sqrt(1 - rng.beta(1.0, 1.0)) / 2  # of a box's side; the image's is 1
+    centre = rng.random(2)
     corners = np.clip([centre - half, centre + half], 0, 1) * size
     (top, left), (bottom, right) = corners.round().astype(int)
     mixed = images.clone()
@@ -680,14 +674,15 @@ def get_batch(data, c, step, micro_step, device):
     (B, 3, size, size), labels (B,), and lam, the share that each image keeps of itself."""
     images, labels = data.train
     n, photos, bits = len(labels), images.ndim == 1, data.meta.get('bits', 8)
-    step_size = c.grad_accum_steps * c.batch_size  # 2 of 32 hold the images of 1 of 64
-    begin = step * step_size  # the step's first image, counted over all epochs
+    per_step = c.grad_accum_steps * c.batch_size  # 2 micro-batches of 32 are the same as 1 of 64
+    begin = step * per_step  # the step's first image, counted over all epochs
     rows = range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size)  # in this step
     index = [shuffled(c.seed, (begin + row) // n, n)[(begin + row) % n] for row in rows]
-    numbers = 13 if photos and c.randaugment != 'none' else 11  # random ones for each image
-    chance = stream('chance', c.seed, step).random((step_size, numbers))
-    growth = 2 * c.patch_size * (begin // (5 * n))  # two patches more every five epochs
-    size = min(c.image_size, (c.first_size or c.image_size) + growth)  # in pixels
+    numbers = 13 if photos and c.randaugment != 'none' else 11  # of `chance`, for each image
+    chance = stream('chance', c.seed, step).random((per_step, numbers))
+    size = c.image_size
+    if c.first_size:  # two patches more every five epochs
+        size = min(size, c.first_size + 2 * c.patch_size * (begin // (5 * n)))
     apply = POOL.map if photos else map  # only decoding photos gains from threads
     x = apply(lambda i, row: augment(images[i], chance[row], c, size, bits), index, rows)
     x = normalise(np.stack(list(x)), size, data.meta, device)
@@ -701,8 +696,8 @@ def get_batch(data, c, step, micro_step, device):
 def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = ViT(c, len(meta['classes']))
-    if c.init and not c.resume:
-        load_weights(model, c.init, heads='num_heads', optional='^head|proj_s|gamma')  # add names
+    if c.init and not c.resume:  # add the names of your own parameters to `optional`
+        load_weights(model, c.init, heads='num_heads', optional='^head|proj_s|gamma')
     return model
 
 def fitted(weights, model):
@@ -724,7 +719,7 @@ def make_optimizer(model, c):
         group.append(p)
     groups = [dict(params=matrices, weight_decay=c.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=c.learning_rate)  # betas are SET-Adam's, too: 0.9 and 0.999
+    return torch.optim.AdamW(groups, lr=c.learning_rate)  # betas: 0.9 and 0.999
 
 def loss_of(net, batch, c):
     """The loss of a micro-batch, in nats per image."""
@@ -740,7 +735,8 @@ def loss_of(net, batch, c):
 def loss_and_accuracy(model, images, labels, meta, device):
     """Loss in nats per image, and the share of images that the model gets right. It computes in
     float32, whatever c.dtype is, so that runs can be compared."""
-    c, loss, correct = model.config, 0.0, 0
+    c = model.config
+    loss, correct = 0.0, 0
     for i in range(0, len(labels), c.batch_size):
         rows = slice(i, i + c.batch_size)
         x = normalise(images[rows], c.image_size, meta, device)
@@ -846,7 +842,8 @@ def train(c, folder=None, data=None):
         torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # of dropout
         for group in optimizer.param_groups:
             group['lr'] = get_lr(step, c)
-        batches, coming = coming.result(), POOL.submit(make_batches, step + 1)
+        batches = coming.result()
+        coming = POOL.submit(make_batches, step + 1)
         losses.append(train_step(net, batches, c, optimizer, scaler, autocast))
         seconds += time.perf_counter() - start
         step += 1
@@ -859,7 +856,7 @@ def train(c, folder=None, data=None):
 def report(c, model, log, folder, data):
     """Print the result beside a linear model's and the majority class's, and draw the curves."""
     images, labels = data.test
-    model.load_state_dict(load(folder / 'best.pt')['model'])  # until now it has the last weights
+    model.load_state_dict(load(folder / 'best.pt')['model'])  # train left the last ones
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     majority = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
@@ -895,7 +892,7 @@ def predict(c):
     for path in map(str, photos):
         try:
             image = read_photo(path, size, meta.get('bits', 8))
-        except Exception as error:  # Pillow has half a dozen
+        except Exception as error:  # Pillow raises many kinds
             print(f'note    {path} cannot be read: {error}')
             continue
         x = normalise(np.stack([image]), size, meta, model.head.weight.device)

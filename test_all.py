@@ -79,6 +79,7 @@ TEXT = 'the quick brown fox jumps over the lazy dog; ' * 60
 SMALL_GPT = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 SMALL_VIT = dict(image_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2, head_size=6,
                  mlp_dim=10)
+VIT_MODELS = typing.get_args(vit.Config.__annotations__['model'])
 SMALL_DETR = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
                   num_queries=5, stride=16, image_size=32)
 SMALL = {  # settings of a run that takes a second
@@ -293,7 +294,7 @@ def gpt_variants():
 def vit_variants():
     sizes = dict(image_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=2, head_size=6,
                  mlp_dim=20)
-    for row, model, zero_diag in itertools.product(vit.ATTENTION, vit.MODELS, (False, True)):
+    for row, model, zero_diag in itertools.product(vit.ATTENTION, VIT_MODELS, (False, True)):
         name, c = config_of(vit, sizes, attention=row, model=model, zero_diag=zero_diag)
         yield Variant(name, lambda c: vit.ViT(c, 5), c, dict(attention='softmax'),
                       noise(2, 3, 16, 16), noise(2, 3, 8, 8), lambda model, x: model(x),
@@ -894,7 +895,7 @@ def test_vit_dropout(tmp_path):
     close(mlp(x), mlp.fc2(F.gelu(mlp.fc1(x)).tanh()).tanh(), 1e-12)
     blocks = vit_model(drop_path=0.9).train().blocks
     assert [block.drop_path for block in blocks] == [0, 0.9]
-    kept = blocks[1].stochastic_depth(torch.ones(4000, 2, 3, device=DEVICE))
+    kept = blocks[1].skip_some(torch.ones(4000, 2, 3, device=DEVICE))
     assert (kept == kept[:, :1, :1]).all()
     close(kept.mean(), 1, 0.3)
     blocks[1].drop_path = 1 - 1e-12  # both branches
@@ -909,7 +910,7 @@ def test_vit_optimizers():
     """AdamW decays matrices and kernels alone; warmup and cosine. SET-Adam by its formulas, at
     gradients from 1e-12 to 1e12; gradients of zero move nothing."""
     assert type(vit.make_optimizer(vit_model(), vit.Config(optimizer='set-adam'))) is vit.SETAdam
-    for model in vit.MODELS:
+    for model in VIT_MODELS:
         net = vit_model(model=model)
         decay, keep = vit.make_optimizer(net, vit.Config(weight_decay=0.2)).param_groups
         assert (decay['weight_decay'], keep['weight_decay']) == (0.2, 0), (decay, keep)
