@@ -148,7 +148,7 @@ class BeliefStar(CausalSelfAttention):
 
     def forward(self, x):
         nh = self.config.n_head
-        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, C); first, for the same last bits
+        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, C)
         delta = orthogonal(mh, v)
         delta_s = orthogonal(mh.unflatten(2, (nh, -1)), v.unflatten(2, (nh, -1)))  # (B, T, nh, hs)
         return self.c_proj(delta) + self.c_proj_s(delta_s.flatten(2))
@@ -174,7 +174,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it is softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax if gamma is 1
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4]
 
@@ -315,8 +315,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
         for name, p in self.named_parameters():
-            layer = name.rpartition('.')[0].rpartition('.')[2]  # c_fc of ...h.0.mlp.c_fc.weight
-            if layer in ('wte', 'wpe', 'c_attn', 'c_fc', 'c_proj', 'c_proj_s'):
+            owner = name.rpartition('.')[0].rpartition('.')[2]  # c_fc of ...h.0.mlp.c_fc.weight
+            if owner in ('wte', 'wpe', 'c_attn', 'c_fc', 'c_proj', 'c_proj_s'):
                 self.init_parameter(name, p)
             # a parameter of another name, such as gamma or yours, keeps the value it was made with
 
@@ -420,8 +420,8 @@ def make_model(c, meta):
     if 0 < c.vocab_size < meta['vocab_size']:
         fail(f'--vocab-size {c.vocab_size}: the data have {meta["vocab_size"]} tokens')
     model = GPT(replace(c, vocab_size=c.vocab_size or meta['vocab_size']))
-    if c.init and not c.resume:
-        load_weights(model, c.init, heads='n_head', optional='c_proj_s|gamma')  # add your names
+    if c.init and not c.resume:  # add the names of your own parameters to `optional`
+        load_weights(model, c.init, heads='n_head', optional='c_proj_s|gamma')
     return model
 
 def make_optimizer(model, c):

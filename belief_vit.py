@@ -157,7 +157,7 @@ class BeliefStar(Attention):
 
     def forward(self, x):
         nh = self.config.num_heads
-        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, nh hs), first for the same last bits
+        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, nh hs)
         delta = orthogonal(mh, v)
         delta_s = orthogonal(mh.unflatten(2, (nh, -1)), v.unflatten(2, (nh, -1)))  # (B, T, nh, hs)
         return self.proj(delta) + self.proj_s(delta_s.flatten(2))
@@ -183,7 +183,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it is softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax if gamma is 1
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -411,8 +411,8 @@ class ViT(nn.Module):
         self.norm = make_norm(c)
         self.head = nn.Linear(c.embed_dim, num_classes)
         for name, p in self.named_parameters():
-            layer = name.rpartition('.')[0].rpartition('.')[2]  # qkv of blocks.0.attn.qkv.weight
-            if name in ('cls_token', 'pos_embed') or layer in (
+            owner = name.rpartition('.')[0].rpartition('.')[2]  # qkv of blocks.0.attn.qkv.weight
+            if name in ('cls_token', 'pos_embed') or owner in (
                     'qkv', 'proj', 'proj_s', 'fc1', 'conv', 'fc2', 'head'):
                 self.init_parameter(name, p)
             # a parameter of another name, such as gamma or yours, keeps the value it was made with
