@@ -136,8 +136,9 @@ def at_rates(kind):
 THREE = 'attentionx', 'belief', 'belief-star'
 FOUR = 'accuracy', 'mse', 'cosine', 'kl'
 SHORTER = lambda r: r('update_out') / r('mh_out')
-ANGLES = layers('gpt-belief-log', 1000, lambda r: np.degrees(
-    np.arccos(r('cos_mh')) - np.arccos(r('cos_update'))))
+ANGLE = lambda r: np.degrees(np.arccos(r('cos_mh')) - np.arccos(r('cos_update')))
+ANGLES = layers('gpt-belief-log', 1000, ANGLE)
+VIT_ANGLES = layers('vit-first-epoch-log', 703, ANGLE)
 LENGTHS = {(row['case'], row['tokens']): row for row in rows_of('lengths')}
 BY_ALPHAS = [mean('masks-teachers', f'64+4, mask only teacher{n}.pt', 'kl')
              - mean('masks-more-teachers', f'64+4, alphas teacher{n}.pt', 'kl') for n in (2, 3, 4)]
