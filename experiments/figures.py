@@ -8,6 +8,7 @@
     variants.png  every variant at its own best rate: its difference from softmax, sorted
     layers.png    BeliefFormer's Fig. 3: how long MH and Delta are and where they point, in a ViT's
                   first epoch
+    coefficients.png   which of the last five tokens learned masks weigh, layer by layer
     scaling.png   time and memory of attention by the number of tokens, from `memory.py lengths`
 
 A variant has the same colour in every picture, and colour-blind readers can tell those of a panel
@@ -232,6 +233,28 @@ def draw_layers():
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=5)
     save(figure, 'layers')
 
+def draw_coefficients():
+    rows = [row for row in read_all(['masks-last5-log']) if row['seed'] == 1337]
+    figure = Figure(figsize=(9, 4.4), layout='constrained')
+    axes = figure.subplots(2, 4, sharex=True, sharey=True)
+    for line, case, title in zip(axes, ('alphas, l1 0.001', 'attention, l1 0.001'),
+                                 ('only coefficients\nlearn', 'attention learns,\ntoo')):
+        log = [row for row in rows if row['case'] == case]
+        steps = [row['step'] for row in log]
+        for layer, ax in enumerate(line):
+            c = np.array([[row[f'{layer}.offset:{k}'] for k in range(5)] for row in log])
+            for k, name in enumerate(('the token itself', 'the one before', 'two before',
+                                      'three before', 'four before')):
+                ax.plot(steps, c[:, k] / c.sum(1), label=name,
+                        color=matplotlib.colormaps['viridis_r'](k / 5 + 0.1))
+        line[0].set_ylabel(title)
+    for layer, ax in enumerate(axes[0]):
+        ax.set(title=f'layer {layer}', ylim=(0, None))
+    for ax in axes[1]:
+        ax.set(xlabel='step', xticks=(0, 3000, 6000))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=5)
+    save(figure, 'coefficients')
+
 KINDS = {  # case in runs/lengths.csv: name, colour, marker
     'eager': ('eager: stores all scores', '#E69F00', 's'),
     'fused': ('PyTorch\'s fused kernel', BLACK, 'o'),
@@ -267,6 +290,7 @@ def main():
     draw_rates()
     draw_variants()
     draw_layers()
+    draw_coefficients()
     draw_scaling()
 
 if __name__ == '__main__':
