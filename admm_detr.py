@@ -862,10 +862,9 @@ def post_process(outputs, targets):
 
 # ------------------------------------ average precision ------------------------------------
 IOUS = np.linspace(0.5, 0.95, 10).tolist()  # a box is right if it has this IoU with an object
-AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]  # of all, small, ...
 
 def box_iou(found, true):
-    """IoU of a detection and an object or, if that is a crowd, the share of the first inside it."""
+    """IoU of two boxes or, if the true one is a crowd, the share of the found one inside it."""
     (x, y, w, h), (X, Y, W, H) = found['bbox'], true['bbox']
     width = max(0, min(x + w, X + W) - max(x, X))
     height = max(0, min(y + h, Y + H) - max(y, Y))
@@ -873,64 +872,59 @@ def box_iou(found, true):
     union = w * h if true['iscrowd'] else w * h + W * H - intersection
     return intersection / max(union, 1e-99)
 
-def match_detections(found, objects, threshold, low, high):
-    """Match the detections of a category with its objects -> a list that says of each detection
-    that counts whether it is right, and how many objects count: no crowds, and only areas from low
-    to high. found: for each detection, the highest-scoring first, its area and {index in objects:
-    IoU} for the objects in its image."""
-    counts = [low <= one['area'] <= high and not one['iscrowd'] for one in objects]
+def match_detections(overlaps, objects, least):
+    """Match the detections of a category with its objects -> whether each one is right. Those that
+    match only a crowd do not count, and are left out.
+
+    overlaps: for each detection, the highest-scoring first, a dict {index in objects: IoU} of the
+    objects in its image. least: the IoU that makes a match."""
     claimed, right = set(), []
-    for area, ious in found:
-        it_counts = low <= area <= high
-        fits = [i for i, iou in ious.items() if iou >= threshold and i not in claimed]
-        if fits:
-            fits = [i for i in fits if counts[i]] or fits  # objects that count come first
-            best = max(reversed(fits), key=ious.get)       # of equal ones the last
-            it_counts = counts[best]
-            if not objects[best]['iscrowd']:  # many detections may match a crowd
-                claimed.add(best)
-        if it_counts:
-            right.append(bool(fits))
-    return right, sum(counts)
+    for ious in overlaps:
+        fits = [i for i, iou in ious.items() if iou >= least and i not in claimed]
+        single = [i for i in fits if not objects[i]['iscrowd']]
+        if single:
+            claimed.add(max(reversed(single), key=ious.get))  # of equal ones the last
+        if single or not fits:
+            right.append(bool(single))
+    return right
 
 def average_precision(right, wanted):
-    """Of what match_detections returns: the mean precision at 101 recalls from 0 to 1."""
+    """The mean precision at 101 recalls from 0 to 1. right: of match_detections; wanted: the number
+    of objects."""
     hits = np.cumsum(right, dtype=int)
-    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))
+    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))  # as in pycocotools
     precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
     reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
     return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 def coco_ap(ground_truth, detections):
-    """COCO's six average precisions, nan where there is nothing to find, from COCO's json form.
+    """COCO's average precision over ten IoUs, at 0.5 and at 0.75; nan if there is nothing to find.
 
-    ground_truth: {annotations: [{image_id, category_id, bbox, area, iscrowd}]}; detections:
-    [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. pycocotools
-    gives the same, but -1 for nan, and never matches annotation id 0."""
-    truth, answers = defaultdict(list), defaultdict(list)  # by category
+    ground_truth: {annotations: [{image_id, category_id, bbox, iscrowd}]}; detections: [{image_id,
+    category_id, bbox, score}]; bbox: left, top, width, height in pixels: COCO's json form.
+    pycocotools, which has AP by size, too (OA's Tables 1 and 2), gives the same, but -1 for nan,
+    and never matches annotation id 0."""
+    truth, found = defaultdict(list), defaultdict(list)  # by category
     for one in ground_truth['annotations']:
         truth[one['category_id']].append(one)
     for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
-        answers[one['category_id']].append(one)
-    AP = np.full((len(AREAS), len(IOUS), len(truth)), np.nan)
+        found[one['category_id']].append(one)
+    AP = np.full((len(IOUS), len(truth)), np.nan)
     for k, category in enumerate(sorted(truth)):
         objects, in_image = truth[category], defaultdict(list)
         for i, one in enumerate(objects):
             in_image[one['image_id']].append(i)
-        found, kept = [], defaultdict(int)  # at most 100 detections in an image
-        for one in answers[category]:
+        overlaps, kept = [], defaultdict(int)  # at most 100 detections in an image
+        for one in found[category]:
             kept[one['image_id']] += 1
             if kept[one['image_id']] <= 100:
-                _, _, w, h = one['bbox']
-                ious = {i: box_iou(one, objects[i]) for i in in_image[one['image_id']]}
-                found.append((w * h, ious))
-        for a, t in np.ndindex(len(AREAS), len(IOUS)):
-            right, wanted = match_detections(found, objects, IOUS[t], *AREAS[a])
-            if wanted:
-                AP[a, t, k] = average_precision(right, wanted)
-    metrics = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3])
+                overlaps.append({i: box_iou(one, objects[i]) for i in in_image[one['image_id']]})
+        wanted = sum(not one['iscrowd'] for one in objects)
+        if wanted:
+            AP[:, k] = [average_precision(match_detections(overlaps, objects, iou), wanted)
+                        for iou in IOUS]
     return {name: math.nan if np.isnan(x).all() else float(np.nanmean(x))
-            for name, x in metrics.items()}
+            for name, x in dict(AP=AP, AP50=AP[0], AP75=AP[5]).items()}
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, meta):
