@@ -8,13 +8,13 @@ DETR asks a fixed set of learned queries what is in an image. Softmax attention 
 tokens by softmax(q K^T) and returns the weighted sum of their values V. Here the weights x are
 those that best rebuild the query q from the tokens, while a penalty makes many of them zero: a
 Lasso. The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by repeating a
-ridge regression and a shrinkage; the cost is O(N) for N tokens. As the paper prints ADMM, some
-signs are wrong, and it diverges.
+ridge regression and a shrinkage; the cost is O(N) for N tokens. The paper prints ADMM with wrong
+signs; as printed, it diverges.
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
-         Research), Optimizing Attention. The tokens that rebuild q are V there and K here
+         Research), Optimizing Attention. What rebuilds q is called V there, and K here
 
     equation        what                                         --cross-attention, or function
     [OA Sec. 2]     softmax(QK^T / sqrt(d)) V, with weights      softmax
@@ -82,9 +82,9 @@ def fail(message):
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
 # k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). is_self: self-attention.
 
-# A row is (prox, size) of a penalty that grows like a norm: penalty(a x) = a penalty(x) for a > 0.
-#     prox(v, t) = argmin_z t penalty(z) + ||z - v||^2 / 2
-#     size(q K^T).max() is the smallest lambda / 2 for which x = 0
+# A row is (prox, size) of a penalty for which penalty(a x) = a penalty(x) if a > 0.
+#     prox(v, t) is the z that minimises t penalty(z) + ||z - v||^2 / 2
+#     size(q K^T).max() is the smallest lambda / 2 for which x is 0
 PENALTY = {
     'l1': (lambda v, t: F.relu(v - t) - F.relu(-v - t), torch.abs),  # ||x||_1  [OA Eq. 2]
     'positive': (lambda v, t: F.relu(v - t), F.relu),                # the same, and x >= 0
@@ -96,33 +96,35 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     `vanilla` takes the N x N inverse: the same x up to rounding.
     [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero; rho and e
     are --rho and --ridge times K^T K's mean eigenvalue. So scaling q or k only scales x. Gradients
-    flow through all three. We return z, in which zeros are exact, not x.
-    [deviation] OA's (3a) and (3b) have other signs, and a threshold of lambda / rho, twice the
-    right one. OA sets x_ii to 0 and clamps x after (3a), and then ADMM need not converge; here both
-    are constraints on z. We over-relax, which saves iterations.
+    flow through these three, too.
+    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA sets x_ii
+    to 0 and clamps x after (3a), and then ADMM need not converge; here (3b) does both, to z. We
+    over-relax, which saves iterations, and return z, not x: its zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
     largest = size(without_self(products, is_self)).amax(-1, keepdim=True)  # (B, nh, Q, 1)
     unit = mean_eigenvalue(k)  # (B, nh, 1, 1)
     lam, rho, e = 2 * c.sparsity * largest, c.rho * unit, c.ridge * unit
-    threshold = lam / (2 * rho)
+    t = lam / (2 * rho)
     if vanilla:
         inverse = vanilla_inverse(k, rho)
-        regress = lambda w: (products + rho * w) @ inverse  # [OA Eq. 3]
     else:
         P = ridge_matrix(k, rho)
-        regress = lambda w: w + (q - w @ k) @ P  # the same: w + what rebuilds q - w K
-
     z = u = torch.zeros_like(products)
     for _ in range(c.iterations):
-        x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
-        v = 1.6 * x - 0.6 * z + u  # over-relaxed: plain ADMM has x for 1.6 x - 0.6 z
-        # (3b): argmin lambda penalty(z) + e ||z||^2 + rho ||z - v||^2, where z_ii = 0
-        z = prox(without_self(v, is_self), threshold) / (1 + e / rho)
+        w = z - u
+        # (3a): x minimises ||q - x^T K||^2 + rho ||x - w||^2
+        if vanilla:
+            x = (products + rho * w) @ inverse  # [OA Eq. 3]
+        else:
+            x = w + (q - w @ k) @ P  # the same: P rebuilds what w leaves of q
+        v = 1.6 * x - 0.6 * z + u  # plain ADMM, not over-relaxed, has x + u
+        # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - v||^2
+        z = prox(without_self(v, is_self), t) / (1 + e / rho)
         if c.clamp:
             z = z.clamp(-c.clamp, c.clamp)
-        u = v - z  # (3c): u + x - z, the scaled dual variable of x = z
+        u = v - z  # (3c): plain ADMM has u + x - z
     return z.masked_fill(largest == 0, 0)  # where no token points towards q, the best x is 0
 
 def l2(q, k, c, is_self=False):
@@ -136,19 +138,19 @@ def l2(q, k, c, is_self=False):
         x = without_self(x - factor.unsqueeze(-1) * rows, is_self)
     return x
 
-def ridge_matrix(k, e):
-    """P = (K^T K + e I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + e ||x||^2. It
-    equals K^T (K K^T + e I)^-1, so no N x N matrix is ever made.  [OA Eq. 4]
-    [deviation] OA's (4) takes the root of K K^T's eigenvalues, drops what is outside the span of
-    its eigenvectors, and adds random noise to K^T K; a Cholesky factor needs none."""
+def ridge_matrix(k, shift):
+    """P = (K^T K + shift I)^-1 K^T  (B, nh, hs, N). x = q P minimises ||q - x^T K||^2 + shift times
+    ||x||^2. P equals K^T (K K^T + shift I)^-1, but needs no N x N matrix.  [OA Eq. 4]
+    [deviation] OA's (4) has roots of the eigenvalues, drops the directions in which K K^T is zero,
+    and adds random noise to K^T K. A Cholesky factor needs none."""
     eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
-    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + e * eye)  # _ex: no check that waits for the GPU
+    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + shift * eye)  # _ex does not wait for the GPU
     return torch.cholesky_solve(k.mT, factor)
 
-def vanilla_inverse(k, e):
-    """(K K^T + e I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
+def vanilla_inverse(k, shift):
+    """(K K^T + shift I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
     eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-    return torch.linalg.inv_ex(k @ k.mT + e * eye)[0]
+    return torch.linalg.inv_ex(k @ k.mT + shift * eye)[0]
 
 def mean_eigenvalue(k):
     """The mean eigenvalue of K^T K  (B, nh, 1, 1): its trace / hs."""
@@ -164,10 +166,9 @@ def sharpen(x, power):
     """x^power / sum |x^power|  [OA Sec. 3], or x if power is 0. [choice] Tiny rows fade to zero."""
     if not power:
         return x
-    # divide by the largest first: else the power may be too small for float32, or its gradient inf
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    y = (x / largest.clamp_min(1e-6)) ** power
-    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # the sum is >= 1 but for tiny x
+    # divided by the largest, x^power is not too small for float32
+    y = (x / x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-6)) ** power
+    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)
 
 def add_random(tokens, random):
     """tokens (B, nh, N, hs), random (n, hs) -> (B, nh, N + n, hs).  [OA Sec. 3]"""
@@ -176,8 +177,8 @@ def add_random(tokens, random):
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
 
-    `mix` does the work; `coefficients` gives x for pictures. A subclass may change both, and
-    `heads`. [choice] No output projection, but --out-proj adds one."""
+    `mix` does the work; pictures need `coefficients`. A subclass may change both, and `heads`.
+    [choice] No output projection, but --out-proj adds one."""
     def __init__(self, c, is_self=False):
         super().__init__()
         self.config, self.is_self = c, is_self
@@ -220,7 +221,7 @@ class MultiheadAttention(Attention):
 
 class Reconstruction(Attention):
     """x^T V, where x rebuilds q from the tokens: solve(q, tokens, c, is_self) -> x."""
-    def __init__(self, c, is_self=False, solve=lasso):
+    def __init__(self, c, is_self=False, *, solve):
         super().__init__(c, is_self)
         self.solve = solve
         generator = torch.Generator().manual_seed(0)  # [choice] the same in all layers and heads
@@ -231,13 +232,13 @@ class Reconstruction(Attention):
         """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
         [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x."""
         tokens = k if self.config.rebuild_from == 'keys' else v
-        if padding is None:
-            padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
-        padding = padding[:, None, :, None]  # (B, 1, N, 1)
-        tokens = tokens.masked_fill(padding, 0)
+        hide = torch.zeros(len(k), 1, k.size(2), 1, dtype=torch.bool, device=k.device)
+        if padding is not None:
+            hide = padding[:, None, :, None]  # (B, 1, N, 1)
+        tokens = tokens.masked_fill(hide, 0)
         if self.config.centre:
-            mean = tokens.sum(2, keepdim=True) / (~padding).sum(2, keepdim=True)
-            tokens = (tokens - mean).masked_fill(padding, 0)
+            mean = tokens.sum(2, keepdim=True) / (~hide).sum(2, keepdim=True)
+            tokens = (tokens - mean).masked_fill(hide, 0)
         return add_random(tokens, self.random)
 
     def coefficients(self, q, k, v, padding):
@@ -255,16 +256,16 @@ class Reconstruction(Attention):
                 v = add_random(v, self.random)
             return x[..., :v.size(2)] @ v
 
-# A row is called with Config and is_self, and gives a layer. To try your own problem, write a
-# function like lasso, and add a row as l2 has it. Then: --cross-attention NAME. In its `k` padded
-# tokens are zero, and x must be zero there; random tokens come last. x is sharpened afterwards.
+# To try your own problem, write a function like l2, and add a row like l2's. Then:
+# --cross-attention NAME. Padded tokens in `k` are zero, and their x must be zero; random tokens
+# come last. x is sharpened afterwards. A row makes a layer: row(c, is_self).
+vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
-    'softmax': MultiheadAttention,                                      # [OA Sec. 2]
-    'no-weights': Attention,                                            # [OA Sec. 4.1]
-    'l2': functools.partial(Reconstruction, solve=l2),                  # [OA Eq. 1]
-    'admm': Reconstruction,                                             # [OA Eq. 2, 4]
-    'admm-vanilla': functools.partial(                                  # [OA Eq. 2, 3]
-        Reconstruction, solve=functools.partial(lasso, vanilla=True)),
+    'softmax': MultiheadAttention,                                          # [OA Sec. 2]
+    'no-weights': Attention,                                                # [OA Sec. 4.1]
+    'l2': functools.partial(Reconstruction, solve=l2),                      # [OA Eq. 1]
+    'admm': functools.partial(Reconstruction, solve=lasso),                 # [OA Eq. 2, 4]
+    'admm-vanilla': functools.partial(Reconstruction, solve=vanilla_lasso), # [OA Eq. 2, 3]
 }
 
 # ------------------------------------ configuration ------------------------------------
