@@ -345,11 +345,11 @@ MACHINE = {  # settings that do not tell one run from another
     'threshold'}
 
 # OA's own problem. In cross-attention it hardly learns: on drawings, Lassos of this kind had a mean
-# AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA does not give rho,
-# iterations (after 15, x is still some 30 % off), random_tokens (detr-r50 has 32 channels in a
-# head) and clamp
-OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, clamp=1.0, centre=False, power=5,
-          random_tokens=32, mix_random=True, rho=0.01, iterations=15)
+# AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA gives no numbers for
+# the last four. Random tokens: as many as a head has channels. After 15 iterations x is still some
+# 30 % off
+OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, centre=False, power=5, mix_random=True,
+          clamp=1.0, random_tokens=32, rho=0.01, iterations=15)
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0)
@@ -418,22 +418,23 @@ class ResNet50(nn.Sequential):
         self.layer1.requires_grad_(False)
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions that learn from scratch; `stride` pixels per token. Group norm counts
-    padding, too, so a photo has other features in another batch."""
+    """A few convolutions that learn from scratch; `stride` pixels per token. Group norm sees
+    padding, too, so a photo's features depend a little on the other photos of its batch."""
     channels = 96
 
     def __init__(self, stride):
         super().__init__()
         halvings, c_in = int(math.log2(stride)), 3
-        for c_out, step in [(32, 2), (64, 2), (96, 2), (96, 2), (96, 2)][:halvings] + [(96, 1)]:
+        for i in range(halvings + 1):
+            c_out, step = min(32 * (i + 1), 96), 2 if i < halvings else 1
             self.append(nn.Conv2d(c_in, c_out, 3, step, 1, bias=False))
             self.append(nn.GroupNorm(8, c_out))
             self.append(nn.ReLU())
             c_in = c_out
 
 def sine_positions(inside, channels):
-    """inside (B, h, w), False on padding -> (B, h w, channels): first of y, then of x, from 0 to
-    2 pi, the sine and cosine at each of several rates, from 1 towards 1/10000."""
+    """inside (B, h, w), False on padding -> (B, h w, channels). y and x are scaled to 2 pi. Half of
+    the channels are for y, the others for x: its sine and cosine at several rates."""
     rate = 10000 ** -(torch.arange(channels // 4, device=inside.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
@@ -504,32 +505,31 @@ class DETR(nn.Module):
         self.backbone = nn.ModuleList([nn.ModuleDict(dict(body=body))])
         ours = r'backbone|input_proj|(class|bbox|query)_embed|linear[12]|in_proj_weight|out_proj'
         for name, p in self.named_parameters():
-            if re.search(ours, name):
+            if re.search(ours, name):  # others, such as yours, keep the values they were made with
                 self.init_parameter(name, p)
-            # a parameter of another name, such as yours, keeps the value it was made with
 
     @torch.no_grad()
     def init_parameter(self, name, p):
         """Initialise p from the seed and its name alone: what variants share starts equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        layer = self.get_submodule(name.rpartition('.')[0])
-        weight = getattr(layer, 'weight', p)  # p itself, or the weight that belongs to a bias p
+        weight = p  # or, for a bias, the weight beside it
+        if name.endswith('.bias'):
+            weight = self.get_parameter(name.removesuffix('bias') + 'weight')
         if name == 'query_embed.weight':
             p.normal_(generator=generator)
         elif name.endswith('out_proj.bias'):
             p.zero_()
-        elif weight.dim() > 1:  # a norm's has one dimension
+        elif weight.dim() > 1:  # not of a norm, which stays as it is
             fan_out, fan_in = len(weight), weight[0].numel()
             bound = fan_in ** -0.5  # PyTorch's default
-            if name.startswith('transformer') and p.dim() > 1:
+            if name.startswith('transformer') and p is weight:
                 bound = math.sqrt(6 / (fan_in + fan_out))  # Xavier's, as in DETR
             p.uniform_(-bound, bound, generator=generator)
 
     def encode(self, images, mask=None):
-        """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w)."""
+        """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w); N is h w."""
         x = self.input_proj(self.backbone[0].body(images))  # (B, C, h, w)
-        grid = x.shape[2:]
-        padding = None
+        grid, padding = x.shape[2:], None
         inside = torch.ones(len(x), *grid, dtype=torch.bool, device=x.device)
         if mask is not None:
             inside = ~F.interpolate(mask[None].float(), grid)[0].bool()  # (B, h, w)
@@ -541,9 +541,9 @@ class DETR(nn.Module):
         return x, pos, padding, grid
 
     def forward(self, images, mask=None):
-        """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> a dict:
-        pred_logits (B, Q, classes + 1), the last for no-object; pred_boxes (B, Q, 4), centre and
-        size as fractions; aux_outputs, both from each earlier layer; grid (h, w) of the tokens."""
+        """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> a dict.
+        pred_logits: (B, Q, classes + 1), the last for no-object. pred_boxes: (B, Q, 4), centre and
+        size as fractions. aux_outputs: both from each earlier layer. grid: h, w of the tokens."""
         memory, pos, padding, grid = self.encode(images, mask)
         decoder = self.transformer.decoder
         query_pos = self.query_embed.weight
