@@ -560,10 +560,10 @@ class DETR(nn.Module):
         return dict(layers[-1], aux_outputs=layers[:-1], grid=grid)
 
 # ------------------------------------ data ------------------------------------
-# A data set has len(), example(row, rng=None) -> image (3, H, W), normalised, and its target, and
-# target(row), a dict: labels (n,); boxes (n, 4), centre and size as fractions of the image; and for
-# AP annotations in COCO's form, image_id, orig_size (h, w). For training, rng is a NumPy generator,
-# which decides the shapes, or a photo's flip and size.
+# A data set has a length and two methods. example(row, rng=None) gives a normalised image (3, H, W)
+# and its target; in training, a NumPy generator, rng, decides the shapes, or a photo's flip and
+# size. target(row) gives the target alone, a dict: labels (n,); boxes (n, 4), centre and size as
+# fractions of the image; and for AP image_id, orig_size (h, w) and annotations in COCO's form.
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
@@ -573,11 +573,10 @@ def stream(name, *numbers):
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y), 0 to 1, of its box a shape covers. It must touch all four sides of the box.
-# A new row changes all drawings.
+# The random `tip` is where a triangle's tip is: at (tip, 0). A new row changes all drawings.
 SHAPES = {
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
-    # the tip is at (tip, 0), with tip random
     'triangle': lambda x, y, tip: (x >= tip * (1 - y)) & (x <= 1 - (1 - tip) * (1 - y)),
 }
 
@@ -617,8 +616,7 @@ class Drawings:
         annotations = []
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
             bbox = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]  # in pixels
-            annotations.append(dict(image_id=row, category_id=label, bbox=bbox,
-                                    area=bbox[2] * bbox[3], iscrowd=0))
+            annotations.append(dict(image_id=row, category_id=label, bbox=bbox, iscrowd=0))
         return dict(labels=labels, boxes=boxes, annotations=annotations, image_id=row,
                     orig_size=(self.side, self.side))
 
@@ -656,11 +654,11 @@ def open_photo(path, size=None, bits=8):
     return photo.convert('RGB')
 
 def to_tensor(photo, image_size, share=1.0):
-    """Pillow's image -> (3, H, W), normalised. The shorter side becomes this share of image_size,
-    or less: the longer one has at most 5/3 of image_size, as in DETR 1333 for 800."""
+    """Pillow's image -> (3, H, W), normalised. The shorter side becomes share * image_size; less
+    where the longer one would have more than 5/3 of image_size (1333 for 800, as in DETR)."""
     short, long = sorted(photo.size)
-    largest = 5 * image_size // 3 * short / long
-    side = max(1, round(min(image_size * share, largest)))
+    limit = 5 * image_size // 3 * short / long
+    side = max(1, round(min(image_size * share, limit)))
     other = int(side * long / short)
     size = (side, other) if photo.width < photo.height else (other, side)
     x = np.asarray(photo.resize(size, 2), np.float32) / 255  # 2: bilinear
@@ -679,8 +677,8 @@ class Objects:
         return len(self.images)
 
     def target(self, row, flip=False):
-        """What a photo shows. labels and boxes, to learn from, have no crowds and no empty boxes,
-        and boxes end at the photo's edges. annotations, for AP, are left as they are."""
+        """What a photo shows. labels and boxes, to learn from, have no empty boxes and no crowds
+        (many objects in one box), and boxes end at the photo's edges. annotations have all."""
         image = self.images[row]
         W, H, annotations = image['width'], image['height'], self.annotations[image['id']]
         labels, boxes = [], []
@@ -698,8 +696,8 @@ class Objects:
                     annotations=annotations, image_id=image['id'], orig_size=(H, W))
 
     def example(self, row, rng=None):
-        """A photo or, with rng, what DETR's random flip and size make of it. [deviation] DETR first
-        crops half of the photos, at random: left out for brevity."""
+        """A photo; with rng, flipped and resized at random, as in DETR. [deviation] DETR also crops
+        half of the photos first: left out for brevity."""
         flip = rng.random() < 0.5 if rng else False
         share = rng.integers(15, 26) / 25 if rng else 1.0  # 480, 512, ..., 800 of 800
         image = self.images[row]
@@ -744,13 +742,14 @@ def load_data(c):
 def assign(cost):
     """cost (n, m) -> rows, columns of the cheapest pairs: scipy's linear_sum_assignment, slowly.
 
-    Rows get columns one at a time. A new row may push the owner of a column on to another column,
-    and so on; the Bellman-Ford method finds the cheapest such chain that ends in a free column."""
+    Rows get columns one at a time. A new row may take a column from its owner, which takes another,
+    and so on. The Bellman-Ford method finds the cheapest such chain that ends in a free column."""
     n, m = cost.shape
     if n > m:
         columns, rows = assign(cost.T)
         return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
-    cost, owner = cost.astype(float), np.full(m, -1)  # the row that has a column; -1: free
+    cost = cost.astype(float)
+    owner = np.full(m, -1)  # the row that has each column; -1: it is free
     margin = 1e-12 * abs(cost).max(initial=0)  # more than rounding errors
     for row in range(n):
         length = cost[row].copy()  # of the cheapest chain yet that ends in each column
@@ -767,7 +766,7 @@ def assign(cost):
         while before[j] >= 0:  # every row in the chain moves
             owner[j], j = owner[before[j]], before[j]
         owner[j] = row
-    return np.arange(n), owner.argsort()[m - n:]  # free columns, -1, come first
+    return np.arange(n), owner.argsort()[m - n:]  # free columns come first
 
 def box_cxcywh_to_xyxy(boxes):
     """Centre and size (..., 4) -> left, top, right, bottom."""
@@ -786,10 +785,11 @@ def generalized_box_iou(a, b):
 
 @torch.no_grad()
 def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
-    """The cheapest pairing of queries with objects, for each image and layer separately.
-    logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects,
-    image by image; counts: how many each image has -> four indices (pairs,): of layer, image, query
-    and object."""
+    """The cheapest pairs of queries and objects, for each image and layer separately -> four
+    indices (pairs,): layer, image, query, object.
+
+    logits (L, B, Q, classes + 1), boxes (L, B, Q, 4). labels (T,) and true_boxes (T, 4) are of all
+    objects, image by image; counts says how many each image has."""
     try:
         from scipy.optimize import linear_sum_assignment as solve  # much faster
     except ImportError:
@@ -810,36 +810,36 @@ def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
     return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
 def set_loss(outputs, targets, c):
-    """DETR's losses -> a dict: `loss`, the weighted sum of cross-entropy, L1 distance and GIoU over
-    all decoder layers; and of the last layer loss_ce, loss_bbox, loss_giou, unweighted, and
-    class_error, the % of matched queries whose class is wrong (100 where images show nothing).
+    """DETR's losses, a dict. loss, which training minimises: the weighted sum of cross-entropy, L1
+    distance and GIoU over all decoder layers. loss_ce, loss_bbox, loss_giou: its parts in the last
+    layer, unweighted. class_error: the % of matched queries whose class is wrong there.
     [deviation] Each micro-batch is divided by its own objects and class weights, so 2 x 16 images
     are not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes."""
     layers = [outputs, *outputs['aux_outputs']]  # the last one first
-    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
+    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, classes + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
     labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
     true_boxes = torch.cat([target['boxes'] for target in targets]).to(logits.device)  # (T, 4)
     counts = [len(target['labels']) for target in targets]
-    layer, image, query, truth = hungarian_match(logits, boxes, labels, true_boxes, counts, c)
+    layer, image, query, obj = hungarian_match(logits, boxes, labels, true_boxes, counts, c)
     places = layer, image, query
+    boxes, labels, true_boxes = boxes[places], labels[obj], true_boxes[obj]  # of the pairs
     no_object = logits.size(-1) - 1
     classes = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
-    classes[places] = labels[truth]
+    classes[places] = labels
     class_weight = torch.where(classes == no_object, c.eos_coef, 1.0)
     loss_ce = class_weight * F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
-    boxes, true_boxes = boxes[places], true_boxes[truth]  # (pairs, 4)
     loss_bbox = (boxes - true_boxes).abs()  # (pairs, 4)
     loss_giou = 1 - generalized_box_iou(boxes, true_boxes)  # (pairs,)
 
-    # divisors: the summed class weights (1, or eos_coef for no-object), the number of objects
-    matched = sum(min(n, c.num_queries) for n in counts)
+    # cross-entropy is divided by the sum of its weights, the others by the number of objects
+    matched = sum(min(n, c.num_queries) for n in counts)  # in a layer
     total_weight = matched + c.eos_coef * (len(counts) * c.num_queries - matched)
     num_boxes = max(1, sum(counts))
     loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
             + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
     last = layer == 0  # (pairs,)
-    right = (logits[places].argmax(-1) == labels[truth]) & last
+    right = (logits[places].argmax(-1) == labels) & last
     return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
                 loss_bbox=(loss_bbox.sum(-1) * last).sum() / num_boxes,
                 loss_giou=(loss_giou * last).sum() / num_boxes,
