@@ -944,13 +944,12 @@ def make_optimizer(model, c):
 
 POOL = ThreadPoolExecutor()
 
-def load_batch(dataset, keys, device):
-    """keys: [(row, rng), ...] for dataset.example -> images (B, 3, H, W), filled with zeros at the
+def load_batch(dataset, rows, device):
+    """rows: [(row, rng), ...] for dataset.example -> images (B, 3, H, W), filled with zeros at the
     right and bottom to the largest size; mask (B, H, W), True on these zeros, or None if there are
     none; and targets, on the CPU."""
-    # photos are decoded in parallel; drawing in threads is slower
-    read = POOL.map if isinstance(dataset, Objects) else map
-    images, targets = zip(*read(lambda key: dataset.example(*key), keys))
+    apply = POOL.map if isinstance(dataset, Objects) else map  # only photos gain from threads
+    images, targets = zip(*apply(lambda row: dataset.example(*row), rows))
     H, W = max(x.size(1) for x in images), max(x.size(2) for x in images)
     batch = torch.zeros(len(images), 3, H, W)
     mask = torch.ones(len(images), H, W, dtype=torch.bool)
@@ -967,12 +966,12 @@ def shuffled(seed, epoch, n):
 def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = c.batch_size * c.grad_accum_steps  # images in a step
-    keys = []
+    rows = []
     for i in range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size):
         epoch, place = divmod(step * n + i, len(data.train))
         row = int(shuffled(c.seed, epoch, len(data.train))[place])
-        keys.append((row, stream('train', c.seed, step, i)))
-    return load_batch(data.train, keys, device)
+        rows.append((row, stream('train', c.seed, step, i)))
+    return load_batch(data.train, rows, device)
 
 def loss_of(net, batch, c):
     """The loss of a micro-batch."""
@@ -981,12 +980,12 @@ def loss_of(net, batch, c):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """What set_loss and coco_ap return, on validation images. [choice] As in DETR, each batch is
-    divided by its own objects, so the loss depends a little on --batch-size."""
+    """Losses and AP of validation images. [choice] As in DETR, each batch is divided by its own
+    objects, so the losses depend a little on --batch-size."""
     n, means, truth, detections = len(data.val), defaultdict(float), [], []
     for first in range(0, n, c.batch_size):
-        keys = [(row, None) for row in range(first, min(first + c.batch_size, n))]
-        images, mask, targets = load_batch(data.val, keys, device)
+        rows = [(row, None) for row in range(first, min(first + c.batch_size, n))]
+        images, mask, targets = load_batch(data.val, rows, device)
         outputs = model(images, mask)
         for name, x in set_loss(outputs, targets, c).items():
             means[name] += len(targets) / n * x.item()
@@ -1113,12 +1112,12 @@ def find(model, image, target, threshold):
     q, k, v, padding = inputs
     x = attn.coefficients(*attn.heads(q, k, v), padding)  # (1, nh, Q, N or more)
     found = post_process(outputs, [target])  # one for each query
-    order = sorted(range(len(found)), key=lambda query: -found[query]['score'])
+    scores = [one['score'] for one in found]
     h, w = outputs['grid']
-    seen = x[0, :, order[0], :h * w].abs().mean(0).view(1, 1, h, w)  # the mean of the heads
+    seen = x[0, :, np.argmax(scores), :h * w].abs().mean(0).view(1, 1, h, w)  # mean of the heads
     seen = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
-    found = [found[query] for query in order if found[query]['score'] >= threshold]
-    return found, seen / seen.max().clip(1e-12)
+    found = sorted(found, key=lambda one: -one['score'])
+    return [one for one in found if one['score'] >= threshold], seen / seen.max().clip(1e-12)
 
 def draw_found(path, examples, answers, classes):
     """Draw what is found in images; below, where each one's highest-scoring query looks.
@@ -1137,23 +1136,21 @@ def draw_found(path, examples, answers, classes):
         lit = pixels * (0.25 + 0.75 * seen[..., None])
         for axis, shown, boxes in zip(column, (pixels, lit), (found, found[:1])):
             axis.imshow(shown, extent=(0, width, height, 0))
-            axis.autoscale(False)  # boxes may reach beyond the image
             axis.axis('off')
             for one in reversed(boxes):  # the highest-scoring on top
-                x, y, w, h = one['bbox']
-                colour = f'C{one["category_id"] % 10}'
-                axis.add_patch(Rectangle((x, y), w, h, color=colour, fill=False, lw=1.5))
-                axis.text(x, y, f'{classes[one["category_id"]]} {one["score"]:.2f}', color='white',
-                          fontsize=8, parse_math=False, bbox=dict(color=colour, pad=1))
+                (x, y, w, h), k = one['bbox'], one['category_id']
+                axis.add_patch(Rectangle((x, y), w, h, color=f'C{k % 10}', fill=False, lw=1.5))
+                axis.text(x, y, f'{classes[k]} {one["score"]:.2f}', color='white', fontsize=8,
+                          parse_math=False, bbox=dict(color=f'C{k % 10}', pad=1))
     figure.savefig(path)
 
 def chance(targets):
     """A yardstick: the AP if the answer to each image is the objects of another one."""
     truth, guesses = [], []
     for target, other in zip(targets, targets[1:] + targets[:1]):
-        truth += target['annotations']
-        guesses += [dict(one, image_id=other['image_id'], score=1.0)
-                    for one in target['annotations']]
+        for one in target['annotations']:
+            truth.append(one)
+            guesses.append(dict(one, image_id=other['image_id'], score=1.0))
     return coco_ap(dict(annotations=truth), guesses)
 
 def report(c, model, log, folder, data):

@@ -1446,7 +1446,7 @@ def test_detr_batches():
     assert not mask[0, :, :25].any() and not mask[1, :30].any()
     assert mask.sum() == 50 * 15 + 20 * 40 and (batch == ~mask[:, None]).all(), mask.sum()
     c = detr_config(batch_size=4, grad_accum_steps=2)
-    with patch.object(detr, 'load_batch', lambda data, keys, device: [row for row, _ in keys]):
+    with patch.object(detr, 'load_batch', lambda data, rows, device: [row for row, _ in rows]):
         data = types.SimpleNamespace(train=range(24))
         epoch = [detr.get_batch(data, c, *n, 'cpu') for n in itertools.product(range(3), (0, 1))]
     assert sorted(sum(epoch, [])) == [*range(24)] != sum(epoch, []), epoch
