@@ -8,13 +8,13 @@ DETR asks a fixed set of learned queries what is in an image. Softmax attention 
 tokens by softmax(q K^T) and returns the weighted sum of their values V. Here the weights x are
 those that best rebuild the query q from the tokens, while a penalty makes many of them zero: a
 Lasso. The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by repeating a
-ridge regression and a shrinkage; the cost is O(N) for N tokens. As the paper prints ADMM, some
-signs are wrong, and it diverges.
+ridge regression and a shrinkage; the cost is O(N) for N tokens. The paper prints ADMM with wrong
+signs; as printed, it diverges.
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
-         Research), Optimizing Attention. The tokens that rebuild q are V there and K here
+         Research), Optimizing Attention. What rebuilds q is called V there, and K here
 
     equation        what                                         --cross-attention, or function
     [OA Sec. 2]     softmax(QK^T / sqrt(d)) V, with weights      softmax
@@ -82,9 +82,9 @@ def fail(message):
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
 # k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). is_self: self-attention.
 
-# A row is (prox, size) of a penalty that grows like a norm: penalty(a x) = a penalty(x) for a > 0.
-#     prox(v, t) = argmin_z t penalty(z) + ||z - v||^2 / 2
-#     size(q K^T).max() is the smallest lambda / 2 for which x = 0
+# A row is (prox, size) of a penalty for which penalty(a x) = a penalty(x) if a > 0.
+#     prox(v, t) is the z that minimises t penalty(z) + ||z - v||^2 / 2
+#     size(q K^T).max() is the smallest lambda / 2 for which x is 0
 PENALTY = {
     'l1': (lambda v, t: F.relu(v - t) - F.relu(-v - t), torch.abs),  # ||x||_1  [OA Eq. 2]
     'positive': (lambda v, t: F.relu(v - t), F.relu),                # the same, and x >= 0
@@ -96,33 +96,35 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     `vanilla` takes the N x N inverse: the same x up to rounding.
     [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero; rho and e
     are --rho and --ridge times K^T K's mean eigenvalue. So scaling q or k only scales x. Gradients
-    flow through all three. We return z, in which zeros are exact, not x.
-    [deviation] OA's (3a) and (3b) have other signs, and a threshold of lambda / rho, twice the
-    right one. OA sets x_ii to 0 and clamps x after (3a), and then ADMM need not converge; here both
-    are constraints on z. We over-relax, which saves iterations.
+    flow through these three, too.
+    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA sets x_ii
+    to 0 and clamps x after (3a), and then ADMM need not converge; here (3b) does both, to z. We
+    over-relax, which saves iterations, and return z, not x: its zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
     largest = size(without_self(products, is_self)).amax(-1, keepdim=True)  # (B, nh, Q, 1)
     unit = mean_eigenvalue(k)  # (B, nh, 1, 1)
     lam, rho, e = 2 * c.sparsity * largest, c.rho * unit, c.ridge * unit
-    threshold = lam / (2 * rho)
+    t = lam / (2 * rho)
     if vanilla:
         inverse = vanilla_inverse(k, rho)
-        regress = lambda w: (products + rho * w) @ inverse  # [OA Eq. 3]
     else:
         P = ridge_matrix(k, rho)
-        regress = lambda w: w + (q - w @ k) @ P  # the same: w + what rebuilds q - w K
-
     z = u = torch.zeros_like(products)
     for _ in range(c.iterations):
-        x = regress(z - u)  # (3a): argmin ||q - x^T K||^2 + rho ||x - (z - u)||^2
-        v = 1.6 * x - 0.6 * z + u  # over-relaxed: plain ADMM has x for 1.6 x - 0.6 z
-        # (3b): argmin lambda penalty(z) + e ||z||^2 + rho ||z - v||^2, where z_ii = 0
-        z = prox(without_self(v, is_self), threshold) / (1 + e / rho)
+        w = z - u
+        # (3a): x minimises ||q - x^T K||^2 + rho ||x - w||^2
+        if vanilla:
+            x = (products + rho * w) @ inverse  # [OA Eq. 3]
+        else:
+            x = w + (q - w @ k) @ P  # the same: P rebuilds what w leaves of q
+        v = 1.6 * x - 0.6 * z + u  # plain ADMM, not over-relaxed, has x + u
+        # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - v||^2
+        z = prox(without_self(v, is_self), t) / (1 + e / rho)
         if c.clamp:
             z = z.clamp(-c.clamp, c.clamp)
-        u = v - z  # (3c): u + x - z, the scaled dual variable of x = z
+        u = v - z  # (3c): plain ADMM has u + x - z
     return z.masked_fill(largest == 0, 0)  # where no token points towards q, the best x is 0
 
 def l2(q, k, c, is_self=False):
@@ -136,19 +138,19 @@ def l2(q, k, c, is_self=False):
         x = without_self(x - factor.unsqueeze(-1) * rows, is_self)
     return x
 
-def ridge_matrix(k, e):
-    """P = (K^T K + e I)^-1 K^T  (B, nh, hs, N): q P minimises ||q - x^T K||^2 + e ||x||^2. It
-    equals K^T (K K^T + e I)^-1, so no N x N matrix is ever made.  [OA Eq. 4]
-    [deviation] OA's (4) takes the root of K K^T's eigenvalues, drops what is outside the span of
-    its eigenvectors, and adds random noise to K^T K; a Cholesky factor needs none."""
+def ridge_matrix(k, shift):
+    """P = (K^T K + shift I)^-1 K^T  (B, nh, hs, N). x = q P minimises ||q - x^T K||^2 + shift times
+    ||x||^2. P equals K^T (K K^T + shift I)^-1, but needs no N x N matrix.  [OA Eq. 4]
+    [deviation] OA's (4) has roots of the eigenvalues, drops the directions in which K K^T is zero,
+    and adds random noise to K^T K. A Cholesky factor needs none."""
     eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
-    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + e * eye)  # _ex: no check that waits for the GPU
+    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + shift * eye)  # _ex does not wait for the GPU
     return torch.cholesky_solve(k.mT, factor)
 
-def vanilla_inverse(k, e):
-    """(K K^T + e I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
+def vanilla_inverse(k, shift):
+    """(K K^T + shift I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
     eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-    return torch.linalg.inv_ex(k @ k.mT + e * eye)[0]
+    return torch.linalg.inv_ex(k @ k.mT + shift * eye)[0]
 
 def mean_eigenvalue(k):
     """The mean eigenvalue of K^T K  (B, nh, 1, 1): its trace / hs."""
@@ -164,10 +166,9 @@ def sharpen(x, power):
     """x^power / sum |x^power|  [OA Sec. 3], or x if power is 0. [choice] Tiny rows fade to zero."""
     if not power:
         return x
-    # divide by the largest first: else the power may be too small for float32, or its gradient inf
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    y = (x / largest.clamp_min(1e-6)) ** power
-    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)  # the sum is >= 1 but for tiny x
+    # divided by the largest, x^power is not too small for float32
+    y = (x / x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-6)) ** power
+    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)
 
 def add_random(tokens, random):
     """tokens (B, nh, N, hs), random (n, hs) -> (B, nh, N + n, hs).  [OA Sec. 3]"""
@@ -176,8 +177,8 @@ def add_random(tokens, random):
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
 
-    `mix` does the work; `coefficients` gives x for pictures. A subclass may change both, and
-    `heads`. [choice] No output projection, but --out-proj adds one."""
+    `mix` does the work; pictures need `coefficients`. A subclass may change both, and `heads`.
+    [choice] No output projection, but --out-proj adds one."""
     def __init__(self, c, is_self=False):
         super().__init__()
         self.config, self.is_self = c, is_self
@@ -220,7 +221,7 @@ class MultiheadAttention(Attention):
 
 class Reconstruction(Attention):
     """x^T V, where x rebuilds q from the tokens: solve(q, tokens, c, is_self) -> x."""
-    def __init__(self, c, is_self=False, solve=lasso):
+    def __init__(self, c, is_self=False, *, solve):
         super().__init__(c, is_self)
         self.solve = solve
         generator = torch.Generator().manual_seed(0)  # [choice] the same in all layers and heads
@@ -231,13 +232,13 @@ class Reconstruction(Attention):
         """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
         [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x."""
         tokens = k if self.config.rebuild_from == 'keys' else v
-        if padding is None:
-            padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
-        padding = padding[:, None, :, None]  # (B, 1, N, 1)
-        tokens = tokens.masked_fill(padding, 0)
+        hide = torch.zeros(len(k), 1, k.size(2), 1, dtype=torch.bool, device=k.device)
+        if padding is not None:
+            hide = padding[:, None, :, None]  # (B, 1, N, 1)
+        tokens = tokens.masked_fill(hide, 0)
         if self.config.centre:
-            mean = tokens.sum(2, keepdim=True) / (~padding).sum(2, keepdim=True)
-            tokens = (tokens - mean).masked_fill(padding, 0)
+            mean = tokens.sum(2, keepdim=True) / (~hide).sum(2, keepdim=True)
+            tokens = (tokens - mean).masked_fill(hide, 0)
         return add_random(tokens, self.random)
 
     def coefficients(self, q, k, v, padding):
@@ -255,16 +256,16 @@ class Reconstruction(Attention):
                 v = add_random(v, self.random)
             return x[..., :v.size(2)] @ v
 
-# A row is called with Config and is_self, and gives a layer. To try your own problem, write a
-# function like lasso, and add a row as l2 has it. Then: --cross-attention NAME. In its `k` padded
-# tokens are zero, and x must be zero there; random tokens come last. x is sharpened afterwards.
+# To try your own problem, write a function like l2, and add a row like l2's. Then:
+# --cross-attention NAME. Padded tokens in `k` are zero, and their x must be zero; random tokens
+# come last. x is sharpened afterwards. A row makes a layer: row(c, is_self).
+vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
-    'softmax': MultiheadAttention,                                      # [OA Sec. 2]
-    'no-weights': Attention,                                            # [OA Sec. 4.1]
-    'l2': functools.partial(Reconstruction, solve=l2),                  # [OA Eq. 1]
-    'admm': Reconstruction,                                             # [OA Eq. 2, 4]
-    'admm-vanilla': functools.partial(                                  # [OA Eq. 2, 3]
-        Reconstruction, solve=functools.partial(lasso, vanilla=True)),
+    'softmax': MultiheadAttention,                                          # [OA Sec. 2]
+    'no-weights': Attention,                                                # [OA Sec. 4.1]
+    'l2': functools.partial(Reconstruction, solve=l2),                      # [OA Eq. 1]
+    'admm': functools.partial(Reconstruction, solve=lasso),                 # [OA Eq. 2, 4]
+    'admm-vanilla': functools.partial(Reconstruction, solve=vanilla_lasso), # [OA Eq. 2, 3]
 }
 
 # ------------------------------------ configuration ------------------------------------
@@ -344,11 +345,11 @@ MACHINE = {  # settings that do not tell one run from another
     'threshold'}
 
 # OA's own problem. In cross-attention it hardly learns: on drawings, Lassos of this kind had a mean
-# AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA does not give rho,
-# iterations (after 15, x is still some 30 % off), random_tokens (detr-r50 has 32 channels in a
-# head) and clamp
-OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, clamp=1.0, centre=False, power=5,
-          random_tokens=32, mix_random=True, rho=0.01, iterations=15)
+# AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA gives no numbers for
+# the last four. Random tokens: as many as a head has channels. After 15 iterations x is still some
+# 30 % off
+OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, centre=False, power=5, mix_random=True,
+          clamp=1.0, random_tokens=32, rho=0.01, iterations=15)
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
                 dec_layers=6, dim_feedforward=2048, dropout=0.1, num_queries=100,
                 learning_rate=1e-4, lr_backbone_ratio=0.1, schedule='step', warmup_iters=0)
@@ -417,22 +418,23 @@ class ResNet50(nn.Sequential):
         self.layer1.requires_grad_(False)
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions that learn from scratch; `stride` pixels per token. Group norm counts
-    padding, too, so a photo has other features in another batch."""
+    """A few convolutions that learn from scratch; `stride` pixels per token. Group norm sees
+    padding, too, so a photo's features depend a little on the other photos of its batch."""
     channels = 96
 
     def __init__(self, stride):
         super().__init__()
         halvings, c_in = int(math.log2(stride)), 3
-        for c_out, step in [(32, 2), (64, 2), (96, 2), (96, 2), (96, 2)][:halvings] + [(96, 1)]:
+        for i in range(halvings + 1):
+            c_out, step = min(32 * (i + 1), 96), 2 if i < halvings else 1
             self.append(nn.Conv2d(c_in, c_out, 3, step, 1, bias=False))
             self.append(nn.GroupNorm(8, c_out))
             self.append(nn.ReLU())
             c_in = c_out
 
 def sine_positions(inside, channels):
-    """inside (B, h, w), False on padding -> (B, h w, channels): first of y, then of x, from 0 to
-    2 pi, the sine and cosine at each of several rates, from 1 towards 1/10000."""
+    """inside (B, h, w), False on padding -> (B, h w, channels). y and x are scaled to 2 pi. Half of
+    the channels are for y, the others for x: its sine and cosine at several rates."""
     rate = 10000 ** -(torch.arange(channels // 4, device=inside.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
@@ -503,32 +505,31 @@ class DETR(nn.Module):
         self.backbone = nn.ModuleList([nn.ModuleDict(dict(body=body))])
         ours = r'backbone|input_proj|(class|bbox|query)_embed|linear[12]|in_proj_weight|out_proj'
         for name, p in self.named_parameters():
-            if re.search(ours, name):
+            if re.search(ours, name):  # others, such as yours, keep the values they were made with
                 self.init_parameter(name, p)
-            # a parameter of another name, such as yours, keeps the value it was made with
 
     @torch.no_grad()
     def init_parameter(self, name, p):
         """Initialise p from the seed and its name alone: what variants share starts equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        layer = self.get_submodule(name.rpartition('.')[0])
-        weight = getattr(layer, 'weight', p)  # p itself, or the weight that belongs to a bias p
+        weight = p  # or, for a bias, the weight beside it
+        if name.endswith('.bias'):
+            weight = self.get_parameter(name.removesuffix('bias') + 'weight')
         if name == 'query_embed.weight':
             p.normal_(generator=generator)
         elif name.endswith('out_proj.bias'):
             p.zero_()
-        elif weight.dim() > 1:  # a norm's has one dimension
+        elif weight.dim() > 1:  # not of a norm, which stays as it is
             fan_out, fan_in = len(weight), weight[0].numel()
             bound = fan_in ** -0.5  # PyTorch's default
-            if name.startswith('transformer') and p.dim() > 1:
+            if name.startswith('transformer') and p is weight:
                 bound = math.sqrt(6 / (fan_in + fan_out))  # Xavier's, as in DETR
             p.uniform_(-bound, bound, generator=generator)
 
     def encode(self, images, mask=None):
-        """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w)."""
+        """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w); N is h w."""
         x = self.input_proj(self.backbone[0].body(images))  # (B, C, h, w)
-        grid = x.shape[2:]
-        padding = None
+        grid, padding = x.shape[2:], None
         inside = torch.ones(len(x), *grid, dtype=torch.bool, device=x.device)
         if mask is not None:
             inside = ~F.interpolate(mask[None].float(), grid)[0].bool()  # (B, h, w)
@@ -540,9 +541,9 @@ class DETR(nn.Module):
         return x, pos, padding, grid
 
     def forward(self, images, mask=None):
-        """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> a dict:
-        pred_logits (B, Q, classes + 1), the last for no-object; pred_boxes (B, Q, 4), centre and
-        size as fractions; aux_outputs, both from each earlier layer; grid (h, w) of the tokens."""
+        """Normalised images (B, 3, H, W), mask (B, H, W) True on padding -> a dict.
+        pred_logits: (B, Q, classes + 1), the last for no-object. pred_boxes: (B, Q, 4), centre and
+        size as fractions. aux_outputs: both from each earlier layer. grid: h, w of the tokens."""
         memory, pos, padding, grid = self.encode(images, mask)
         decoder = self.transformer.decoder
         query_pos = self.query_embed.weight
@@ -559,10 +560,10 @@ class DETR(nn.Module):
         return dict(layers[-1], aux_outputs=layers[:-1], grid=grid)
 
 # ------------------------------------ data ------------------------------------
-# A data set has len(), example(row, rng=None) -> image (3, H, W), normalised, and its target, and
-# target(row), a dict: labels (n,); boxes (n, 4), centre and size as fractions of the image; and for
-# AP annotations in COCO's form, image_id, orig_size (h, w). For training, rng is a NumPy generator,
-# which decides the shapes, or a photo's flip and size.
+# A data set has a length and two methods. example(row, rng=None) gives a normalised image (3, H, W)
+# and its target; in training, a NumPy generator, rng, decides the shapes, or a photo's flip and
+# size. target(row) gives the target alone, a dict: labels (n,); boxes (n, 4), centre and size as
+# fractions of the image; and for AP image_id, orig_size (h, w) and annotations in COCO's form.
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet's colours, 0 to 1
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
@@ -572,11 +573,10 @@ def stream(name, *numbers):
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y), 0 to 1, of its box a shape covers. It must touch all four sides of the box.
-# A new row changes all drawings.
+# The random `tip` is where a triangle's tip is: at (tip, 0). A new row changes all drawings.
 SHAPES = {
     'rectangle': lambda x, y, tip: True,
     'disc': lambda x, y, tip: (x - 0.5) ** 2 + (y - 0.5) ** 2 <= 0.25,
-    # the tip is at (tip, 0), with tip random
     'triangle': lambda x, y, tip: (x >= tip * (1 - y)) & (x <= 1 - (1 - tip) * (1 - y)),
 }
 
@@ -616,8 +616,7 @@ class Drawings:
         annotations = []
         for label, (cx, cy, w, h) in zip(labels.tolist(), boxes.tolist()):
             bbox = [self.side * v for v in (cx - w / 2, cy - h / 2, w, h)]  # in pixels
-            annotations.append(dict(image_id=row, category_id=label, bbox=bbox,
-                                    area=bbox[2] * bbox[3], iscrowd=0))
+            annotations.append(dict(image_id=row, category_id=label, bbox=bbox, iscrowd=0))
         return dict(labels=labels, boxes=boxes, annotations=annotations, image_id=row,
                     orig_size=(self.side, self.side))
 
@@ -655,11 +654,11 @@ def open_photo(path, size=None, bits=8):
     return photo.convert('RGB')
 
 def to_tensor(photo, image_size, share=1.0):
-    """Pillow's image -> (3, H, W), normalised. The shorter side becomes this share of image_size,
-    or less: the longer one has at most 5/3 of image_size, as in DETR 1333 for 800."""
+    """Pillow's image -> (3, H, W), normalised. The shorter side becomes share * image_size; less
+    where the longer one would have more than 5/3 of image_size (1333 for 800, as in DETR)."""
     short, long = sorted(photo.size)
-    largest = 5 * image_size // 3 * short / long
-    side = max(1, round(min(image_size * share, largest)))
+    limit = 5 * image_size // 3 * short / long
+    side = max(1, round(min(image_size * share, limit)))
     other = int(side * long / short)
     size = (side, other) if photo.width < photo.height else (other, side)
     x = np.asarray(photo.resize(size, 2), np.float32) / 255  # 2: bilinear
@@ -678,8 +677,8 @@ class Objects:
         return len(self.images)
 
     def target(self, row, flip=False):
-        """What a photo shows. labels and boxes, to learn from, have no crowds and no empty boxes,
-        and boxes end at the photo's edges. annotations, for AP, are left as they are."""
+        """What a photo shows. labels and boxes, to learn from, have no empty boxes and no crowds
+        (many objects in one box), and boxes end at the photo's edges. annotations have all."""
         image = self.images[row]
         W, H, annotations = image['width'], image['height'], self.annotations[image['id']]
         labels, boxes = [], []
@@ -697,8 +696,8 @@ class Objects:
                     annotations=annotations, image_id=image['id'], orig_size=(H, W))
 
     def example(self, row, rng=None):
-        """A photo or, with rng, what DETR's random flip and size make of it. [deviation] DETR first
-        crops half of the photos, at random: left out for brevity."""
+        """A photo; with rng, flipped and resized at random, as in DETR. [deviation] DETR also crops
+        half of the photos first: left out for brevity."""
         flip = rng.random() < 0.5 if rng else False
         share = rng.integers(15, 26) / 25 if rng else 1.0  # 480, 512, ..., 800 of 800
         image = self.images[row]
@@ -743,13 +742,14 @@ def load_data(c):
 def assign(cost):
     """cost (n, m) -> rows, columns of the cheapest pairs: scipy's linear_sum_assignment, slowly.
 
-    Rows get columns one at a time. A new row may push the owner of a column on to another column,
-    and so on; the Bellman-Ford method finds the cheapest such chain that ends in a free column."""
+    Rows get columns one at a time. A new row may take a column from its owner, which takes another,
+    and so on. The Bellman-Ford method finds the cheapest such chain that ends in a free column."""
     n, m = cost.shape
     if n > m:
         columns, rows = assign(cost.T)
         return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
-    cost, owner = cost.astype(float), np.full(m, -1)  # the row that has a column; -1: free
+    cost = cost.astype(float)
+    owner = np.full(m, -1)  # the row that has each column; -1: it is free
     margin = 1e-12 * abs(cost).max(initial=0)  # more than rounding errors
     for row in range(n):
         length = cost[row].copy()  # of the cheapest chain yet that ends in each column
@@ -766,7 +766,7 @@ def assign(cost):
         while before[j] >= 0:  # every row in the chain moves
             owner[j], j = owner[before[j]], before[j]
         owner[j] = row
-    return np.arange(n), owner.argsort()[m - n:]  # free columns, -1, come first
+    return np.arange(n), owner.argsort()[m - n:]  # free columns come first
 
 def box_cxcywh_to_xyxy(boxes):
     """Centre and size (..., 4) -> left, top, right, bottom."""
@@ -785,10 +785,11 @@ def generalized_box_iou(a, b):
 
 @torch.no_grad()
 def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
-    """The cheapest pairing of queries with objects, for each image and layer separately.
-    logits (L, B, Q, K + 1), boxes (L, B, Q, 4); labels (T,) and true_boxes (T, 4) of all objects,
-    image by image; counts: how many each image has -> four indices (pairs,): of layer, image, query
-    and object."""
+    """The cheapest pairs of queries and objects, for each image and layer separately -> four
+    indices (pairs,): layer, image, query, object.
+
+    logits (L, B, Q, classes + 1), boxes (L, B, Q, 4). labels (T,) and true_boxes (T, 4) are of all
+    objects, image by image; counts says how many each image has."""
     try:
         from scipy.optimize import linear_sum_assignment as solve  # much faster
     except ImportError:
@@ -809,36 +810,36 @@ def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
     return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
 def set_loss(outputs, targets, c):
-    """DETR's losses -> a dict: `loss`, the weighted sum of cross-entropy, L1 distance and GIoU over
-    all decoder layers; and of the last layer loss_ce, loss_bbox, loss_giou, unweighted, and
-    class_error, the % of matched queries whose class is wrong (100 where images show nothing).
+    """DETR's losses, a dict. loss, which training minimises: the weighted sum of cross-entropy, L1
+    distance and GIoU over all decoder layers. loss_ce, loss_bbox, loss_giou: its parts in the last
+    layer, unweighted. class_error: the % of matched queries whose class is wrong there.
     [deviation] Each micro-batch is divided by its own objects and class weights, so 2 x 16 images
     are not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes."""
     layers = [outputs, *outputs['aux_outputs']]  # the last one first
-    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, K + 1)
+    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, classes + 1)
     boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
     labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
     true_boxes = torch.cat([target['boxes'] for target in targets]).to(logits.device)  # (T, 4)
     counts = [len(target['labels']) for target in targets]
-    layer, image, query, truth = hungarian_match(logits, boxes, labels, true_boxes, counts, c)
+    layer, image, query, obj = hungarian_match(logits, boxes, labels, true_boxes, counts, c)
     places = layer, image, query
+    boxes, labels, true_boxes = boxes[places], labels[obj], true_boxes[obj]  # of the pairs
     no_object = logits.size(-1) - 1
     classes = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
-    classes[places] = labels[truth]
+    classes[places] = labels
     class_weight = torch.where(classes == no_object, c.eos_coef, 1.0)
     loss_ce = class_weight * F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
-    boxes, true_boxes = boxes[places], true_boxes[truth]  # (pairs, 4)
     loss_bbox = (boxes - true_boxes).abs()  # (pairs, 4)
     loss_giou = 1 - generalized_box_iou(boxes, true_boxes)  # (pairs,)
 
-    # divisors: the summed class weights (1, or eos_coef for no-object), the number of objects
-    matched = sum(min(n, c.num_queries) for n in counts)
+    # cross-entropy is divided by the sum of its weights, the others by the number of objects
+    matched = sum(min(n, c.num_queries) for n in counts)  # in a layer
     total_weight = matched + c.eos_coef * (len(counts) * c.num_queries - matched)
     num_boxes = max(1, sum(counts))
     loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
             + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
     last = layer == 0  # (pairs,)
-    right = (logits[places].argmax(-1) == labels[truth]) & last
+    right = (logits[places].argmax(-1) == labels) & last
     return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
                 loss_bbox=(loss_bbox.sum(-1) * last).sum() / num_boxes,
                 loss_giou=(loss_giou * last).sum() / num_boxes,
@@ -862,10 +863,9 @@ def post_process(outputs, targets):
 
 # ------------------------------------ average precision ------------------------------------
 IOUS = np.linspace(0.5, 0.95, 10).tolist()  # a box is right if it has this IoU with an object
-AREAS = [(0, 1e10), (0, 32 ** 2), (32 ** 2, 96 ** 2), (96 ** 2, 1e10)]  # of all, small, ...
 
 def box_iou(found, true):
-    """IoU of a detection and an object or, if that is a crowd, the share of the first inside it."""
+    """IoU of two boxes or, if the true one is a crowd, the share of the found one inside it."""
     (x, y, w, h), (X, Y, W, H) = found['bbox'], true['bbox']
     width = max(0, min(x + w, X + W) - max(x, X))
     height = max(0, min(y + h, Y + H) - max(y, Y))
@@ -873,64 +873,59 @@ def box_iou(found, true):
     union = w * h if true['iscrowd'] else w * h + W * H - intersection
     return intersection / max(union, 1e-99)
 
-def match_detections(found, objects, threshold, low, high):
-    """Match the detections of a category with its objects -> a list that says of each detection
-    that counts whether it is right, and how many objects count: no crowds, and only areas from low
-    to high. found: for each detection, the highest-scoring first, its area and {index in objects:
-    IoU} for the objects in its image."""
-    counts = [low <= one['area'] <= high and not one['iscrowd'] for one in objects]
+def match_detections(overlaps, objects, least):
+    """Match the detections of a category with its objects -> whether each one is right. Those that
+    match only a crowd do not count, and are left out.
+
+    overlaps: for each detection, the highest-scoring first, a dict {index in objects: IoU} of the
+    objects in its image. least: the IoU that makes a match."""
     claimed, right = set(), []
-    for area, ious in found:
-        it_counts = low <= area <= high
-        fits = [i for i, iou in ious.items() if iou >= threshold and i not in claimed]
-        if fits:
-            fits = [i for i in fits if counts[i]] or fits  # objects that count come first
-            best = max(reversed(fits), key=ious.get)       # of equal ones the last
-            it_counts = counts[best]
-            if not objects[best]['iscrowd']:  # many detections may match a crowd
-                claimed.add(best)
-        if it_counts:
-            right.append(bool(fits))
-    return right, sum(counts)
+    for ious in overlaps:
+        fits = [i for i, iou in ious.items() if iou >= least and i not in claimed]
+        single = [i for i in fits if not objects[i]['iscrowd']]
+        if single:
+            claimed.add(max(reversed(single), key=ious.get))  # of equal ones the last
+        if single or not fits:
+            right.append(bool(single))
+    return right
 
 def average_precision(right, wanted):
-    """Of what match_detections returns: the mean precision at 101 recalls from 0 to 1."""
+    """The mean precision at 101 recalls from 0 to 1. right: of match_detections; wanted: the number
+    of objects."""
     hits = np.cumsum(right, dtype=int)
-    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))
+    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))  # as in pycocotools
     precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
     reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
     return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 def coco_ap(ground_truth, detections):
-    """COCO's six average precisions, nan where there is nothing to find, from COCO's json form.
+    """COCO's average precision over ten IoUs, at 0.5 and at 0.75; nan if there is nothing to find.
 
-    ground_truth: {annotations: [{image_id, category_id, bbox, area, iscrowd}]}; detections:
-    [{image_id, category_id, bbox, score}]; bbox: left, top, width, height in pixels. pycocotools
-    gives the same, but -1 for nan, and never matches annotation id 0."""
-    truth, answers = defaultdict(list), defaultdict(list)  # by category
+    ground_truth: {annotations: [{image_id, category_id, bbox, iscrowd}]}; detections: [{image_id,
+    category_id, bbox, score}]; bbox: left, top, width, height in pixels: COCO's json form.
+    pycocotools, which has AP by size, too (OA's Tables 1 and 2), gives the same, but -1 for nan,
+    and never matches annotation id 0."""
+    truth, found = defaultdict(list), defaultdict(list)  # by category
     for one in ground_truth['annotations']:
         truth[one['category_id']].append(one)
     for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
-        answers[one['category_id']].append(one)
-    AP = np.full((len(AREAS), len(IOUS), len(truth)), np.nan)
+        found[one['category_id']].append(one)
+    AP = np.full((len(IOUS), len(truth)), np.nan)
     for k, category in enumerate(sorted(truth)):
         objects, in_image = truth[category], defaultdict(list)
         for i, one in enumerate(objects):
             in_image[one['image_id']].append(i)
-        found, kept = [], defaultdict(int)  # at most 100 detections in an image
-        for one in answers[category]:
+        overlaps, kept = [], defaultdict(int)  # at most 100 detections in an image
+        for one in found[category]:
             kept[one['image_id']] += 1
             if kept[one['image_id']] <= 100:
-                _, _, w, h = one['bbox']
-                ious = {i: box_iou(one, objects[i]) for i in in_image[one['image_id']]}
-                found.append((w * h, ious))
-        for a, t in np.ndindex(len(AREAS), len(IOUS)):
-            right, wanted = match_detections(found, objects, IOUS[t], *AREAS[a])
-            if wanted:
-                AP[a, t, k] = average_precision(right, wanted)
-    metrics = dict(AP=AP[0], AP50=AP[0, 0], AP75=AP[0, 5], APs=AP[1], APm=AP[2], APl=AP[3])
+                overlaps.append({i: box_iou(one, objects[i]) for i in in_image[one['image_id']]})
+        wanted = sum(not one['iscrowd'] for one in objects)
+        if wanted:
+            AP[:, k] = [average_precision(match_detections(overlaps, objects, iou), wanted)
+                        for iou in IOUS]
     return {name: math.nan if np.isnan(x).all() else float(np.nanmean(x))
-            for name, x in metrics.items()}
+            for name, x in dict(AP=AP, AP50=AP[0], AP75=AP[5]).items()}
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, meta):
@@ -949,13 +944,12 @@ def make_optimizer(model, c):
 
 POOL = ThreadPoolExecutor()
 
-def load_batch(dataset, keys, device):
-    """keys: [(row, rng), ...] for dataset.example -> images (B, 3, H, W), filled with zeros at the
+def load_batch(dataset, rows, device):
+    """rows: [(row, rng), ...] for dataset.example -> images (B, 3, H, W), filled with zeros at the
     right and bottom to the largest size; mask (B, H, W), True on these zeros, or None if there are
     none; and targets, on the CPU."""
-    # photos are decoded in parallel; drawing in threads is slower
-    read = POOL.map if isinstance(dataset, Objects) else map
-    images, targets = zip(*read(lambda key: dataset.example(*key), keys))
+    apply = POOL.map if isinstance(dataset, Objects) else map  # only photos gain from threads
+    images, targets = zip(*apply(lambda row: dataset.example(*row), rows))
     H, W = max(x.size(1) for x in images), max(x.size(2) for x in images)
     batch = torch.zeros(len(images), 3, H, W)
     mask = torch.ones(len(images), H, W, dtype=torch.bool)
@@ -972,12 +966,12 @@ def shuffled(seed, epoch, n):
 def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = c.batch_size * c.grad_accum_steps  # images in a step
-    keys = []
+    rows = []
     for i in range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size):
         epoch, place = divmod(step * n + i, len(data.train))
         row = int(shuffled(c.seed, epoch, len(data.train))[place])
-        keys.append((row, stream('train', c.seed, step, i)))
-    return load_batch(data.train, keys, device)
+        rows.append((row, stream('train', c.seed, step, i)))
+    return load_batch(data.train, rows, device)
 
 def loss_of(net, batch, c):
     """The loss of a micro-batch."""
@@ -986,12 +980,12 @@ def loss_of(net, batch, c):
 
 @torch.no_grad()
 def evaluate(model, data, c, device):
-    """What set_loss and coco_ap return, on validation images. [choice] As in DETR, each batch is
-    divided by its own objects, so the loss depends a little on --batch-size."""
+    """Losses and AP of validation images. [choice] As in DETR, each batch is divided by its own
+    objects, so the losses depend a little on --batch-size."""
     n, means, truth, detections = len(data.val), defaultdict(float), [], []
     for first in range(0, n, c.batch_size):
-        keys = [(row, None) for row in range(first, min(first + c.batch_size, n))]
-        images, mask, targets = load_batch(data.val, keys, device)
+        rows = [(row, None) for row in range(first, min(first + c.batch_size, n))]
+        images, mask, targets = load_batch(data.val, rows, device)
         outputs = model(images, mask)
         for name, x in set_loss(outputs, targets, c).items():
             means[name] += len(targets) / n * x.item()
@@ -1118,12 +1112,12 @@ def find(model, image, target, threshold):
     q, k, v, padding = inputs
     x = attn.coefficients(*attn.heads(q, k, v), padding)  # (1, nh, Q, N or more)
     found = post_process(outputs, [target])  # one for each query
-    order = sorted(range(len(found)), key=lambda query: -found[query]['score'])
+    scores = [one['score'] for one in found]
     h, w = outputs['grid']
-    seen = x[0, :, order[0], :h * w].abs().mean(0).view(1, 1, h, w)  # the mean of the heads
+    seen = x[0, :, np.argmax(scores), :h * w].abs().mean(0).view(1, 1, h, w)  # mean of the heads
     seen = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
-    found = [found[query] for query in order if found[query]['score'] >= threshold]
-    return found, seen / seen.max().clip(1e-12)
+    found = sorted(found, key=lambda one: -one['score'])
+    return [one for one in found if one['score'] >= threshold], seen / seen.max().clip(1e-12)
 
 def draw_found(path, examples, answers, classes):
     """Draw what is found in images; below, where each one's highest-scoring query looks.
@@ -1142,23 +1136,21 @@ def draw_found(path, examples, answers, classes):
         lit = pixels * (0.25 + 0.75 * seen[..., None])
         for axis, shown, boxes in zip(column, (pixels, lit), (found, found[:1])):
             axis.imshow(shown, extent=(0, width, height, 0))
-            axis.autoscale(False)  # boxes may reach beyond the image
             axis.axis('off')
             for one in reversed(boxes):  # the highest-scoring on top
-                x, y, w, h = one['bbox']
-                colour = f'C{one["category_id"] % 10}'
-                axis.add_patch(Rectangle((x, y), w, h, color=colour, fill=False, lw=1.5))
-                axis.text(x, y, f'{classes[one["category_id"]]} {one["score"]:.2f}', color='white',
-                          fontsize=8, parse_math=False, bbox=dict(color=colour, pad=1))
+                (x, y, w, h), k = one['bbox'], one['category_id']
+                axis.add_patch(Rectangle((x, y), w, h, color=f'C{k % 10}', fill=False, lw=1.5))
+                axis.text(x, y, f'{classes[k]} {one["score"]:.2f}', color='white', fontsize=8,
+                          parse_math=False, bbox=dict(color=f'C{k % 10}', pad=1))
     figure.savefig(path)
 
 def chance(targets):
     """A yardstick: the AP if the answer to each image is the objects of another one."""
     truth, guesses = [], []
     for target, other in zip(targets, targets[1:] + targets[:1]):
-        truth += target['annotations']
-        guesses += [dict(one, image_id=other['image_id'], score=1.0)
-                    for one in target['annotations']]
+        for one in target['annotations']:
+            truth.append(one)
+            guesses.append(dict(one, image_id=other['image_id'], score=1.0))
     return coco_ap(dict(annotations=truth), guesses)
 
 def report(c, model, log, folder, data):
