@@ -82,12 +82,12 @@ def fail(message):
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
 # k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). is_self: self-attention.
 
-# A row is (prox, size) of a penalty for which penalty(a x) = a penalty(x) if a > 0.
-#     prox(v, t) is the z that minimises t penalty(z) + ||z - v||^2 / 2
+# A row is (prox, size) of a penalty for which penalty(s x) = s penalty(x) if s > 0.
+#     prox(a, t) is the z that minimises t penalty(z) + ||z - a||^2 / 2
 #     size(q K^T).max() is the smallest lambda / 2 for which x is 0
 PENALTY = {
-    'l1': (lambda v, t: F.relu(v - t) - F.relu(-v - t), torch.abs),  # ||x||_1  [OA Eq. 2]
-    'positive': (lambda v, t: F.relu(v - t), F.relu),                # the same, and x >= 0
+    'l1': (lambda a, t: F.relu(a - t) - F.relu(-a - t), torch.abs),  # ||x||_1  [OA Eq. 2]
+    'positive': (lambda a, t: F.relu(a - t), F.relu),                # the same, and x >= 0
 }
 
 def lasso(q, k, c, is_self=False, vanilla=False):
@@ -119,12 +119,12 @@ def lasso(q, k, c, is_self=False, vanilla=False):
             x = (products + rho * w) @ inverse  # [OA Eq. 3]
         else:
             x = w + (q - w @ k) @ P  # the same: P rebuilds what w leaves of q
-        v = 1.6 * x - 0.6 * z + u  # plain ADMM, not over-relaxed, has x + u
-        # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - v||^2
-        z = prox(without_self(v, is_self), t) / (1 + e / rho)
+        a = 1.6 * x - 0.6 * z + u  # plain ADMM, not over-relaxed, has x + u
+        # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - a||^2
+        z = prox(without_self(a, is_self), t) / (1 + e / rho)
         if c.clamp:
             z = z.clamp(-c.clamp, c.clamp)
-        u = v - z  # (3c): plain ADMM has u + x - z
+        u = a - z  # (3c): plain ADMM has u + x - z
     return z.masked_fill(largest == 0, 0)  # where no token points towards q, the best x is 0
 
 def l2(q, k, c, is_self=False):
@@ -261,11 +261,11 @@ class Reconstruction(Attention):
 # come last. x is sharpened afterwards. A row makes a layer: row(c, is_self).
 vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
-    'softmax': MultiheadAttention,                                          # [OA Sec. 2]
-    'no-weights': Attention,                                                # [OA Sec. 4.1]
-    'l2': functools.partial(Reconstruction, solve=l2),                      # [OA Eq. 1]
-    'admm': functools.partial(Reconstruction, solve=lasso),                 # [OA Eq. 2, 4]
-    'admm-vanilla': functools.partial(Reconstruction, solve=vanilla_lasso), # [OA Eq. 2, 3]
+    'softmax': MultiheadAttention,                                           # [OA Sec. 2]
+    'no-weights': Attention,                                                 # [OA Sec. 4.1]
+    'l2': functools.partial(Reconstruction, solve=l2),                       # [OA Eq. 1]
+    'admm': functools.partial(Reconstruction, solve=lasso),                  # [OA Eq. 2, 4]
+    'admm-vanilla': functools.partial(Reconstruction, solve=vanilla_lasso),  # [OA Eq. 2, 3]
 }
 
 # ------------------------------------ configuration ------------------------------------
@@ -568,8 +568,8 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def stream(name, *numbers):
-    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
-    hence the final 1."""
+    """A generator for each purpose. The final 1: to NumPy, seeds [1, 7] and [1, 7, 0] are the
+    same."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y), 0 to 1, of its box a shape covers. It must touch all four sides of the box.
@@ -961,6 +961,7 @@ def load_batch(dataset, rows, device):
 
 @functools.lru_cache(2)  # a batch may begin in one epoch and end in the next
 def shuffled(seed, epoch, n):
+    """The order of n images in an epoch."""
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro_step, device):
@@ -1245,9 +1246,6 @@ def load(path):
 def load_weights(model, path):
     """Load a checkpoint into a model, or a backbone alone. Projections of attention, classes and
     queries are left out where they do not fit; all else in the file must fit."""
-    if not Path(path).exists():
-        fail(f'there is no {path}: python prepare_data.py detr-r50 (or resnet50) makes those of '
-             'the presets')
     saved, own, nheads = load(path), model.state_dict(), model.config.nheads
     if saved['config'].get('nheads', nheads) != nheads:  # which no shape shows
         fail(f'--init {path} has --nheads {saved["config"]["nheads"]}')
@@ -1258,8 +1256,9 @@ def load_weights(model, path):
     if wrong:
         fail(f'--init {path} does not fit: {", ".join(wrong[:5])}')
     model.load_state_dict(fits, strict=False)
-    fresh = dict.fromkeys(name.split('.layers')[0] for name in own if name not in fits)
-    print(f'init    {path}; not in it, or of another size: {", ".join(fresh) or "none"}')
+    # transformer.decoder stands for all of its layers
+    missing = dict.fromkeys(name.partition('.layers')[0] for name in own if name not in fits)
+    print(f'init    {path}; not in it, or of another size: {", ".join(missing) or "none"}')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""

@@ -449,8 +449,8 @@ class ViT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """A separate generator for each purpose. NumPy treats seeds [1, 7] and [1, 7, 0] as equal,
-    hence the final 1."""
+    """A generator for each purpose. The final 1: to NumPy, seeds [1, 7] and [1, 7, 0] are the
+    same."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # About the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
@@ -667,6 +667,7 @@ def mix(images, rng):
 
 @functools.lru_cache(2)  # a batch may begin in one epoch and end in the next
 def shuffled(seed, epoch, n):
+    """The order of n images in an epoch."""
     return stream('shuffle', seed, epoch).permutation(n)
 
 def get_batch(data, c, step, micro_step, device):

@@ -1573,7 +1573,7 @@ def test_detr_init_files(tmp_path):
     assert 'another size: query_embed.weight' in end.out, end.out
     for word, *wrong in (
             ('layers.1', '--dec-layers', 1), ('--nheads 2', '--nheads', 1),
-            ('linear1', '--dim-feedforward', 8), ('detr-r50', '--init', 'none.pt'),
+            ('linear1', '--dim-feedforward', 8), ('there is no', '--init', 'none.pt'),
             ('resnet50 needs --init', '--backbone', 'resnet50', '--init', '')):
         refuse(detr, [word], *flags, *wrong)
     write({**body, 'backbone.0.body.99.weight': torch.ones(1)})  # a deeper one

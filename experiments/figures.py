@@ -88,9 +88,9 @@ def draw_lasso(ax, below):
     ax.set(xlim=(-1.4, 3.0), ylim=(-0.7, 2.5), title='Rebuild a query q from few keys k')
     explain(below, 'admm_detr.py', [
         (WINE, r'Lasso:  $\mathrm{min}_x\,\|q - x^T K\|^2 + \lambda\,\|x\|_1$'),
-        (BLACK, 'F.relu(v - t) - F.relu(-v - t)'),
+        (BLACK, 'F.relu(a - t) - F.relu(-a - t)'),
         (GREY, 'ADMM: ridge regression, then this'),
-        (GREY, 'shrinkage of coefficients v by t')])
+        (GREY, 'shrinkage of coefficients a by t')])
 
 def draw_masks(ax, below):
     i, j = np.indices((12, 12))
