@@ -90,14 +90,15 @@ def draw_lasso(ax, below):
         (WINE, r'Lasso:  $\mathrm{min}_x\,\|q - x^T K\|^2 + \lambda\,\|x\|_1$'),
         (BLACK, 'F.relu(a - t) - F.relu(-a - t)'),
         (GREY, 'ADMM: ridge regression, then this'),
-        (GREY, 'shrinkage of coefficients a by t')])
+        (GREY, 'shrinkage of coefficients a by t'),
+        (GREY, 'the gap to q is what λ costs')])
 
 def draw_masks(ax, below):
     i, j = np.indices((12, 12))
     cells = np.select([j > i, i - j < 4, j < 1], [0, 1, 2], 3)
     ax.imshow(cells, ListedColormap(['white', INDIGO, PURPLE, PALE]), extent=(0, 12, 12, 0))
     ax.text(3.2, 1.2, '$M_1$: the last 4 tokens', color=INDIGO)
-    ax.text(5.2, 3.2, '$M_2$: the first', color=PURPLE)
+    ax.text(5.2, 3.2, '$M_2$: the first token', color=PURPLE)
     ax.text(1.6, 10.6, 'not seen', color=GREY)
     ax.set(title='See few tokens', xlabel='sees token j', ylabel='token i')
     explain(below, 'mask_distill.py', [
