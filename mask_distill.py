@@ -4,9 +4,9 @@
 # ///
 """A GPT-2 that sees few tokens: masks learned by distillation, and what they cost in quality.
 
-A report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) gives every
-layer of GPT-2 a weighted sum of masks. The masks' coefficients c_k and the attention layers are
-trained until this student predicts what its teacher, the unchanged GPT-2, predicts.
+A mask says which tokens a token sees. A report (MA: Optimizing Attention Mechanisms in Transformer
+Models; no author named) gives every layer of GPT-2 a weighted sum of masks. Their coefficients c_k
+and the attention layers are trained until this student predicts what its teacher, GPT-2, predicts.
 
 [choice] marks where MA is silent, [deviation] where we differ on purpose. MA does not number its
 sections; we count them.
@@ -21,7 +21,7 @@ sections; we count them.
     [MA Sec. 1.4]  masks for nn.MultiheadAttention                           attn_mask
 
 MA does not say how W enters attention: READINGS has three ways. The default is softmax(S + log W),
-where S are the scores. It depends only on the ratios of the c_k. So L1 lowers all of them together
+where S are the scores. It does not change if all c_k are halved. So L1 makes all of them smaller
 without changing the KL, and every alpha keeps falling, as MA observed.
 
     python mask_distill.py                              # a teacher, then a student: a minute
@@ -33,8 +33,8 @@ without changing the KL, and every alpha keeps falling, as MA observed.
     python mask_distill.py --help                       # every setting
 
 The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text it
-has 0.999 times its teacher's accuracy, gradients whose cosine with its teacher's is 0.984, and a KL
-of 0.0105: two of four goals. (One seed. The text is the library of Python 3.11.)
+has 0.999 times its teacher's accuracy, and the cosine of their gradients is 0.984: two goals are
+met, and two missed, one with a KL of 0.0105. (One seed, on the library of Python 3.11.)
 """
 import argparse
 import copy
@@ -60,7 +60,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 try:
-    import fcntl  # locks files
+    import fcntl  # for the lock in train_teacher
 except ImportError:  # Windows has none
     fcntl = None
 
@@ -77,13 +77,15 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ MA's method ------------------------------------
-KINDS = {  # kind:N in --masks. Two functions: does token i see token j? (masks_at adds j <= i.) And
-    # its reach: how many of the last and of the first tokens can it show? None: any number
-    'all': (lambda i, j, n: j >= 0, None),                         # every token, whatever N is
+# A kind of mask, kind:N in --masks, has two functions. The first says whether token i sees token j;
+# masks_at adds j <= i. The second is its reach: how many of the last and of the first tokens it
+# shows at most. blocked_attention takes no others. None: any number, so it is not used.
+KINDS = {
+    'all': (lambda i, j, n: j <= i, None),                         # every token, whatever N is
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # those that no other mask shows
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # first, less what others show
     # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
 }
 NAMED = {
@@ -93,12 +95,14 @@ NAMED = {
 }
 
 def parse_masks(masks):
-    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]. A list is returned as it is."""
+    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]. A list is parsed already."""
     if isinstance(masks, list):
         return masks
     parsed = []
-    written_out = '+'.join(NAMED.get(term, term) for term in masks.split('+'))
-    for term in written_out.split('+'):
+    for term in masks.split('+'):
+        if term in NAMED:
+            parsed += parse_masks(NAMED[term])
+            continue
         kind, _, n = term.partition(':')
         if kind not in KINDS or not n.isdecimal():
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
@@ -114,32 +118,33 @@ def check_kind(kind, n):
     try:
         mask = masks_at([(kind, n)], i, j)[0]
         assert mask.dtype == torch.bool, 'its formula must be true or false'
-        last, first = reach([(kind, n)]) or (64, 64)
+        last, first = reach([(kind, n)]) or (64, 64)  # None: all of them
         beyond = mask & (i - j >= last) & (j >= first)
         assert not beyond.any(), 'it shows tokens beyond its reach in KINDS'
-    except Exception as error:
+    except Exception as error:  # also those of your formula
         fail(f'--masks {kind}:{n}: {error}')
 
 def reach(masks):
     """How many of the last and of the first tokens the masks can show, or None: any number."""
     if None in [KINDS[kind][1] for kind, _ in masks]:
         return None
-    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in masks)]  # 1: itself, as in mixture
+    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in masks)]  # (1, 0): a token itself
     return max(last for last, _ in sizes), max(first for _, first in sizes)
 
 def masks_at(masks, i, j):
     """The K masks M_k, each (..., Tq, T): does token i (..., Tq, 1) see token j (..., 1, T)?"""
-    M, shown = [], torch.tensor(False, device=i.device)
-    for kind, n in masks:
-        M.append(KINDS[kind][0](i, j, n) & (0 <= j) & (j <= i))  # j < 0: see blocked_attention
+    causal = (0 <= j) & (j <= i)  # in blocked_attention, j < 0 is no token
+    M = [KINDS[kind][0](i, j, n) & causal for kind, n in masks]
+    shown = torch.zeros_like(causal)  # by masks other than sinks
+    for m, (kind, _) in zip(M, masks):
         if kind != 'sinks':
-            shown = shown | M[-1]
+            shown = shown | m
     return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, masks)]
 
 def log_coefficients(alpha):
-    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3]
-    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. Its alpha then
-    has no gradient from the KL, so the mask opens again only if the largest c_k falls."""
+    """log c_k of c_k = sigmoid(alpha_k), (K,): under L1 c_k itself would end as 0.  [MA Sec. 3]
+    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. The KL then has
+    no gradient for its alpha. It opens again only if the largest c_k falls."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -150,13 +155,13 @@ def mixture(coefficients, M, i, j):
     return torch.where(W.sum(-1, keepdim=True) > 0, W, i == j)
 
 def log_mixture(log_c, M, i, j):
-    """log W, with all c_k divided by the largest: in a softmax only their ratios count."""
-    W = mixture((log_c - log_c.max()).exp(), M, i, j)     # else all c_k might underflow to 0
+    """log W, where the largest c_k is made 1: the softmax stays, and small c_k do not become 0."""
+    W = mixture((log_c - log_c.max()).exp(), M, i, j)
     log_W = W.clamp_min(torch.finfo(W.dtype).tiny).log()  # log 0 would have the gradient nan
     return log_W.masked_fill(W == 0, -math.inf)
 
-# A reading: scores S (B, nh, Tq, T), log c (K,), masks_at's M and the positions i of queries and j
-# of keys -> attention weights (B, nh, Tq, T).
+# A reading: scores S (..., Tq, T), log c (K,), masks_at's M and the positions i of queries and j of
+# keys -> attention weights (..., Tq, T). For one of your own add a row to READINGS.
 def renormalised(S, log_c, M, i, j):
     """softmax(S + log W): rows add up to 1. [choice] This is the default."""
     return F.softmax(S + log_mixture(log_c, M, i, j), -1)
@@ -169,21 +174,21 @@ def separate(S, log_c, M, i, j):
     """sum_k c_k softmax(S on M_k): every mask has a softmax of its own."""
     least = torch.finfo(S.dtype).min  # with -inf a row that shows no token would be nan
     P = [F.softmax(S.masked_fill(~m, least), -1) * m for m in M]
-    return mixture(log_c.exp(), P, i, j)  # these in place of masks
+    return mixture(log_c.exp(), P, i, j)  # sum_k c_k P_k
 
 READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
-IN_BLOCKS = {'renormalised', 'separate'}  # not unnormalised: its softmax needs all tokens
+IN_BLOCKS = {'renormalised', 'separate'}  # what blocks can take: unnormalised needs all scores
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
-    """q (B, nh, Tq, hs), k (B, nh, T, hs) -> (B, nh, Tq, T). masks: a text or a list. log_c (K,):
-    by default all c_k are 1. i (..., Tq), j (..., T): positions of q and k, by default 0, 1, ..."""
+    """q (..., Tq, hs), k (..., T, hs) -> attention weights (..., Tq, T). log_c (K,): by default all
+    c_k are 1. i (..., Tq), j (..., T): positions of q and k, by default 0, 1, ..."""
     masks = parse_masks(masks)
     if log_c is None:
         log_c = torch.zeros(len(masks), device=q.device)
     if i is None:
-        i = j = torch.arange(k.size(2), device=k.device)
+        i = j = torch.arange(k.size(-2), device=k.device)
     i, j = i[..., None], j[..., None, :]  # (..., Tq, 1), (..., 1, T)
-    S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
+    S = (q / math.sqrt(q.size(-1))) @ k.mT  # (..., Tq, T)
     return READINGS[reading](S, log_c, masks_at(masks, i, j), i, j)
 
 def dense_attention(q, k, v, masks, log_c=None, reading='renormalised'):
@@ -203,33 +208,33 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     B, nh, T, hs = q.shape
     window, first = [min(size, T) for size in reach(masks)]
     b = min(block or max(16, min(window, 128)), T)  # by default about a window
-    n = math.ceil(T / b)  # blocks
+    n = math.ceil(T / b)  # number of blocks
     padding = n * b - T  # after the last token
-    # positions, a row for each block
+    # Positions, a row for each block. j < 0 is no token: before the text, and where a first token
+    # is among the near ones, too, so that it counts once.
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    # a first token that is near, too, must count once: j = -1 is no token
     j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)
     j = torch.cat([j_near, j_first], 1)
 
-    def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
+    def blocks_of(t):  # keys or values (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
         near = F.pad(t, (0, 0, window - 1, padding))
         near = near.unfold(2, b + window - 1, b).mT  # mT: unfold puts its new dimension last
         firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
         return torch.cat([near, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, padding)).view(B, nh, n, b, hs)
-    p = attention_weights(queries, blocks_of_keys(k), masks, log_c, reading, i, j)
-    return (p.to(v.dtype) @ blocks_of_keys(v)).view(B, nh, n * b, hs)[:, :, :T]
+    p = attention_weights(queries, blocks_of(k), masks, log_c, reading, i, j)
+    return (p.to(v.dtype) @ blocks_of(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def blocks_help(masks, reading, T):
     """Whether blocked_attention gives what dense_attention gives, and faster."""
     if reading not in IN_BLOCKS or not reach(masks):
         return False
     window, first = reach(masks)
-    keys = 2 * max(16, window) + first  # about as many as a block takes
-    return keys < 0.6 * T  # then it was faster on a CPU
+    keys = 2 * max(16, window) + first  # a block takes at most these
+    return keys < 0.6 * T  # where it was faster on a CPU
 
 def attn_mask(masks, log_c, T):
     """log W (T, T) for attn_mask of nn.MultiheadAttention: its softmax(S + attn_mask) is the
@@ -245,9 +250,10 @@ def token_kl(teacher_logits, logits):
 
 @torch.no_grad()
 def kept_pairs(masks, alphas, T):
-    """The share of the T (T + 1) / 2 pairs j <= i that tokens see, averaged over layers."""
-    kept = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
-    return sum(n.item() / (T * (T + 1) / 2) for n in kept) / len(alphas)
+    """The share of the pairs j <= i that tokens see, averaged over layers."""
+    pairs = T * (T + 1) / 2
+    seen = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
+    return sum(count.item() / pairs for count in seen) / len(alphas)
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
