@@ -262,7 +262,7 @@ class Config:
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
-    learn: Literal['attention', 'alphas'] = 'attention'  # its c_attn, c_proj and alphas; or alphas
+    learn: Literal['attention', 'alphas'] = 'attention'  # c_attn, c_proj and alphas, or alphas only
     l1: float = 0.0                # weight of MA's penalty on coefficients
     samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
     max_iters: int = 150           # optimiser steps
@@ -307,7 +307,7 @@ class Config:
     top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
-        if self.masks:  # a teacher's are ''
+        if self.masks:  # a teacher has ''
             parse_masks(self.masks)  # fails if they are wrong
         if not self.init and self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
@@ -316,18 +316,18 @@ CHOICES = {'reading': READINGS}  # the flags whose values are a table's rows
 MACHINE = {  # settings that do not tell one run from another
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
-TEACHER = {  # settings that tell one teacher from another: they name its run
+TEACHER = {  # settings that a teacher depends on: they name its run
     'teacher_iters', 'teacher_lr', 'teacher_warmup', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
     'weight_decay', 'data', 'block_size', 'seed', 'batch_size', 'grad_accum_steps', 'min_lr_ratio',
     'grad_clip', 'dtype'}
 
 PRESETS = {
-    'tiny': {},  # [choice] its masks, and no L1
+    'tiny': {},  # [choice] the masks, and no L1
     't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6, n_head=6,
                n_embd=384, block_size=256, data='wikitext-2', max_iters=600, batch_size=8,
                grad_accum_steps=2, learning_rate=1e-4, eval_interval=100),
-    # [choice] batch size, learning rates, their warmup and cosine, clipping, l1. 512 tokens: MA has
-    # "up to 512". Attention is trained: otherwise the loss does not drop as MA's does.
+    # [choice] MA does not give batch size, learning rates, warmup, cosine, clipping, l1. It has "up
+    # to 512" tokens. Attention trains, since with alphas alone the loss falls less than MA's.
     # [deviation] samples are drawn with replacement, as batches are
     'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2.pt', block_size=512,
                       data='wikitext-2', samples=1000, batch_size=4, grad_accum_steps=2,
@@ -347,15 +347,15 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's attention or, if there are c.masks, a student's, with an alpha for each mask."""
+    """GPT-2's attention or, with c.masks, a student's, which has an alpha for each mask."""
     def __init__(self, c):
         super().__init__()
         self.n_head, self.reading = c.n_head, c.reading
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
-        self.masks, self.alpha = [('all', 1)], None  # a teacher's
+        self.masks = parse_masks(c.masks or 'all:1')
+        self.alpha = None
         if c.masks:  # [choice] all masks start alike, with c_k = 1/2
-            self.masks = parse_masks(c.masks)
             self.alpha = nn.Parameter(torch.zeros(len(self.masks)))
 
     def qkv(self, x):
@@ -411,8 +411,8 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
-        # From seed and name alone, so that what two models share starts equal. All others, such as
-        # norms or a layer of yours, keep the values they were made with.
+        # These weights follow from seed and name alone, so that what two models share starts equal.
+        # Others, such as norms or a layer of yours, keep the values that they were made with.
         for name, p in self.named_parameters():
             if re.search(r'(wte|wpe|c_attn|c_fc|c_proj)\.weight$', name):
                 generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
@@ -420,8 +420,8 @@ class GPT2(nn.Module):
                 nn.init.normal_(p, 0.0, std, generator=generator)
 
     def forward(self, idx, last=False, maps=None):
-        """idx (B, T) -> logits (B, T, V) or, if last, of the last position alone (B, 1, V). Each
-        layer's attention weights (B, nh, T, T) are appended to maps, if that is a list."""
+        """idx (B, T) -> logits (B, T, V) or, if last, of the last position alone (B, 1, V). If maps
+        is a list, each layer's attention weights (B, nh, T, T) are appended to it."""
         x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))  # (B, T, C)
         for block in self.h:
             if maps is not None:
