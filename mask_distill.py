@@ -530,19 +530,22 @@ def find_teacher(c, data):
     teacher, _, _ = load_pair(file)
     wanted = replace(c, vocab_size=c.vocab_size or data.meta['vocab_size'])
     for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size'):
-        has, asked = getattr(teacher.config, name), getattr(wanted, name)
-        if asked not in (has, getattr(Config, name)):  # a default fits any file
-            fail(f'{file} has {name} {has}, not {asked}')
+        found, size = getattr(teacher.config, name), getattr(wanted, name)
+        if size not in (found, getattr(Config, name)):  # a default fits any file
+            fail(f'{file} has {name} {found}, not {size}')
     if c.block_size > teacher.config.block_size:
         fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
     return teacher
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    alphas = [p for name, p in trained if name.endswith('.alpha')]
-    rest = [p for name, p in trained if not name.endswith('.alpha')]
-    matrices, others = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
+    alphas, matrices, others = [], [], []
+    for name, p in model.named_parameters():
+        if name.endswith('.alpha'):
+            alphas.append(p)
+        elif p.requires_grad:
+            group = matrices if p.dim() == 2 else others
+            group.append(p)
     decay = 0.0 if alphas else c.weight_decay  # only a student has alphas
     groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
               dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
@@ -553,9 +556,9 @@ def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
-    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: a final 0 is ignored
+    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: NumPy drops a last 0
     starts = rng.integers(c.samples or n, size=size)
-    if c.samples:  # starts are indices of samples, which are the same ones in every step
+    if c.samples:  # these were indices of samples, whose starts are the same in every step
         rng = np.random.default_rng([zlib.crc32(b'samples'), c.seed, 1])
         starts = rng.integers(n, size=c.samples)[starts]
     return windows(data.train, starts[micro_step], c, device)
@@ -573,8 +576,8 @@ def loss_of(net, teacher, batch, c):
     return token_kl(teacher_logits, net(x)).mean() + c.l1 * l1
 
 def validation(data, c, device):
-    """Batches of c.eval_rows sequences, the same ones every time, spread evenly over the validation
-    text; with 0, all that fit side by side."""
+    """Batches of c.eval_rows sequences, spread evenly over the validation text. If that is 0, all
+    that fit side by side."""
     last = len(data.val) - c.block_size - 1
     n = c.eval_rows or (len(data.val) - 1) // c.block_size
     starts = np.unique(np.linspace(0, last, n).astype(np.int64))
@@ -600,8 +603,8 @@ def evaluate(model, teacher, data, c, device):
 
 CRITERIA = {  # MA's goals for a student  [MA Sec. 2.4]
     'accuracy': ('>=', 0.95),  # of the next token, divided by the teacher's
-    'cosine': ('>=', 0.95),    # of gradients of [choice] the cross-entropy for c_attn and c_proj
-    'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and [choice] pairs j <= i
+    'cosine': ('>=', 0.95),    # of gradients for c_attn and c_proj; [choice] of the cross-entropy
+    'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and pairs; [choice] those j <= i
     'kl': ('<=', 1e-3),        # KL(teacher || student) in nats, mean over tokens
 }
 
@@ -623,19 +626,20 @@ def look_inside(model, x, y):
 def measure(model, teacher, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T): CRITERIA's figures,
     how many meet their goal, and both perplexities.  [MA Sec. 2.4]"""
-    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]  # ours to change
+    # copies, since look_inside changes which parameters have gradients
+    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]
     tokens = pairs = right = nll = gradient = kl = squares = 0
     for x, y in batches:
         both = [look_inside(net, x, y) for net in nets]
+        theirs, ours = both
         tokens += y.numel()
-        # these three are pairs: of the teacher and of the student
+        # of these three, row 0 is the teacher's and row 1 the student's
         right += torch.stack([(net.log_p.argmax(-1) == y).sum() for net in both])
         nll += torch.stack([net.nll for net in both])
         gradient += torch.stack([net.gradient for net in both])
-        theirs, ours = both
         kl += (theirs.log_p.exp() * (theirs.log_p - ours.log_p)).sum()
         for P, Q in zip(theirs.maps, ours.maps):  # (B, nh, T, T)
-            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T), the order of the sum
+            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T); for the same last bits
             squares += gap.square().sum()
             pairs += y.numel() * P.size(1) * (P.size(2) + 1) / 2  # j <= i
     metrics = dict(
@@ -687,7 +691,7 @@ def train(c, folder=None, data=None, teacher=None):
     if c.masks:
         teacher = (teacher or find_teacher(c, data)).to(device).eval()
     torch.manual_seed(c.seed)  # for the weights of layers that you add
-    model = make_student(teacher, c) if c.masks else make_teacher(c, data.meta).to(device)
+    model = (make_student(teacher, c) if c.masks else make_teacher(c, data.meta)).to(device)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
     net = torch.compile(model) if c.compile else model  # the same parameters
@@ -695,8 +699,8 @@ def train(c, folder=None, data=None, teacher=None):
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
     role = f'student with {c.masks}' if teacher else 'teacher'
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f'model   {role}, {trained:,} parameters to train, on {device} in {dtype}\n'
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f'model   {role}, {size:,} parameters to train, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
         # the checkpoint comes first: a resumed run evaluates again
