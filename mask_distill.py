@@ -749,16 +749,16 @@ def train(c, folder=None, data=None, teacher=None):
 # ------------------------------------ report, sample, criteria ------------------------------------
 def report(c, model, log, folder, data):
     """Print the result and draw the run. A student and its teacher also write a text."""
-    if c.masks:
-        teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
-        print_criteria(c, model, teacher, data, log[-1])
-    else:
+    curves = {'training loss (nats per token)': 'loss',
+              "validation loss (a student's: KL)": 'val_loss'}
+    if not c.masks:
         print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token (a uniform '
               f'guess: {math.log(model.config.vocab_size):.3f})')
-    draw_curves(folder, log, {'training loss (nats per token)': 'loss',
-                              "validation loss (a student's: KL)": 'val_loss'})
-    if not c.masks:
+        draw_curves(folder, log, curves)
         return print(f'files   {folder}, whose best.pt --init takes\n')
+    teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
+    print_criteria(c, model, teacher, data, log[-1])
+    draw_curves(folder, log, curves)
     draw_layers(folder, log, len(model.h), parse_masks(c.masks))
     try:
         print(write_on(replace(c, num_samples=1), teacher, model, data.meta['tokenizer']), '\n')
@@ -770,7 +770,7 @@ def report(c, model, log, folder, data):
 
 def print_criteria(c, model, teacher, data, trained=None):
     """Print MA's goals beside the figures of the masks alone and of the trained student, on
-    c.eval_rows sequences -> the student's figures, which are measured unless `trained` has them."""
+    c.eval_rows sequences -> the student's. They are measured unless `trained` is given."""
     batches = [*validation(data, c, teacher.wte.weight.device)]
     trained = trained or measure(model, teacher, batches)
     alone = measure(make_student(teacher, c).eval(), teacher, batches)
@@ -818,28 +818,29 @@ MA_PROMPTS = [
 def write_on(c, teacher, student, tokenizer):
     """How the teacher and, if any, the student continue --prompt from the same seed, as text."""
     encode, decode = get_tokenizer(tokenizer)
+    nets = {'teacher': teacher, 'student': student} if student else {'teacher': teacher}
     texts = []
     for prompt in MA_PROMPTS if c.prompt == 'MA' else [c.prompt]:
         if prompt.startswith('FILE:'):  # as in nanoGPT
             prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
         idx = torch.tensor([encode(prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
-        for name, net in ('teacher', teacher), ('student', student):
+        for name, net in nets.items():
             torch.manual_seed(c.seed)
-            for _ in range(c.num_samples if net else 0):  # a teacher's run has no student
+            for _ in range(c.num_samples):
                 out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
                 texts.append(f'\n{name}: {decode(out)}')
     return '\n'.join(texts)
 
 def sample(c):
     """Let teacher and student continue --prompt -> the text."""
-    teacher, student, saved = load_pair(newest_run(c) / 'ckpt.pt', pick_device(c)[0])
+    teacher, student, saved = open_run(c)
     text = write_on(c, teacher, student, saved['data']['tokenizer'])
     print(text)
     return text
 
 def criteria(c):
     """Judge a student by MA's goals, on --judge-rows validation sequences -> its figures."""
-    teacher, student, saved = load_pair(newest_run(c) / 'ckpt.pt', pick_device(c)[0])
+    teacher, student, saved = open_run(c)
     if student is None:
         fail('that run is a teacher: name a student\'s --folder')
     c = Config(**dict(saved['settings'], eval_rows=c.judge_rows))  # that run's settings
@@ -898,7 +899,7 @@ def load_pair(path, device='cpu'):
     try:
         config = Config(**saved['config'])
         teacher = GPT2(replace(config, masks=''))
-        teacher.load_state_dict(saved.get('teacher', saved['model']))
+        teacher.load_state_dict(saved.get('teacher', saved['model']))  # it may be the model itself
         if 'teacher' in saved:
             student = GPT2(config).to(device).eval()
             student.load_state_dict(saved['model'])
@@ -906,16 +907,16 @@ def load_pair(path, device='cpu'):
         fail(f'{path} is no GPT-2 of {SCRIPT}.py: {" ".join(str(error).split())[:200]}')
     return teacher.to(device).eval(), student, saved
 
-def newest_run(c):
-    """--folder or, without it, the newest run's folder."""
-    folder = Path(c.folder)
+def open_run(c):
+    """load_pair of --folder or, without it, of the newest run."""
+    file = Path(c.folder, 'ckpt.pt')
     if not c.folder:
         files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
         if not files:
             fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-        folder = max(files, key=os.path.getmtime).parent
-    print(f'run     {folder}')
-    return folder
+        file = max(files, key=os.path.getmtime)
+    print(f'run     {file.parent}')
+    return load_pair(file, pick_device(c)[0])
 
 def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
@@ -1012,10 +1013,10 @@ def train_teacher(c, data=None):
     """Train the teacher of c's students, or finish it -> its last metrics, log and folder. The
     settings in TEACHER name its run, so every command that needs this teacher finds it."""
     data = data or load_data(c)
-    flags = {key: x for key, x in vars(c).items() if key in TEACHER and x != getattr(Config, key)}
-    name = run_name('teacher', dict(flags, checksum=data.meta['checksum']))
+    changed = {key: x for key, x in vars(c).items() if key in TEACHER and x != getattr(Config, key)}
+    name = run_name('teacher', dict(changed, checksum=data.meta['checksum']))
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
-    own = Config(**{name: getattr(c, name) for name in TEACHER | MACHINE})
+    own = Config(**{key: getattr(c, key) for key in TEACHER | MACHINE})
     own = replace(own, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
                   warmup_iters=c.teacher_warmup, eval_interval=c.eval_interval,
                   eval_rows=c.eval_rows, folder='', resume=True)
@@ -1026,7 +1027,7 @@ def train_teacher(c, data=None):
             fcntl.flock(file, fcntl.LOCK_EX)  # wait while another command trains this teacher
         meet()
         own = find_folder(own, name)
-        if own.resume:  # resume_run wants these two as they were
+        if own.resume:  # resume_run compares all settings; these two make no other teacher
             then = load(Path(own.folder, 'ckpt.pt'))['settings']
             own = replace(own, eval_interval=then['eval_interval'], eval_rows=then['eval_rows'])
         meet()  # all have found the folder, before the first process makes it
