@@ -4,9 +4,9 @@
 # ///
 """A GPT-2 that sees few tokens: masks learned by distillation, and what they cost in quality.
 
-A report (MA: Optimizing Attention Mechanisms in Transformer Models; no author named) gives every
-layer of GPT-2 a weighted sum of masks. The masks' coefficients c_k and the attention layers are
-trained until this student predicts what its teacher, the unchanged GPT-2, predicts.
+A mask says which tokens a token sees. A report (MA: Optimizing Attention Mechanisms in Transformer
+Models; no author named) gives every layer of GPT-2 a weighted sum of masks. Their coefficients c_k
+and the attention layers are trained until this student predicts what its teacher, GPT-2, predicts.
 
 [choice] marks where MA is silent, [deviation] where we differ on purpose. MA does not number its
 sections; we count them.
@@ -21,7 +21,7 @@ sections; we count them.
     [MA Sec. 1.4]  masks for nn.MultiheadAttention                           attn_mask
 
 MA does not say how W enters attention: READINGS has three ways. The default is softmax(S + log W),
-where S are the scores. It depends only on the ratios of the c_k. So L1 lowers all of them together
+where S are the scores. It does not change if all c_k are halved. So L1 makes all of them smaller
 without changing the KL, and every alpha keeps falling, as MA observed.
 
     python mask_distill.py                              # a teacher, then a student: a minute
@@ -33,8 +33,8 @@ without changing the KL, and every alpha keeps falling, as MA observed.
     python mask_distill.py --help                       # every setting
 
 The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text it
-has 0.999 times its teacher's accuracy, gradients whose cosine with its teacher's is 0.984, and a KL
-of 0.0105: two of four goals. (One seed. The text is the library of Python 3.11.)
+has 0.999 times its teacher's accuracy, and the cosine of their gradients is 0.984: two goals are
+met, and two missed, one with a KL of 0.0105. (One seed, on the library of Python 3.11.)
 """
 import argparse
 import copy
@@ -60,7 +60,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 try:
-    import fcntl  # locks files
+    import fcntl  # for the lock in train_teacher
 except ImportError:  # Windows has none
     fcntl = None
 
@@ -77,13 +77,15 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ MA's method ------------------------------------
-KINDS = {  # kind:N in --masks. Two functions: does token i see token j? (masks_at adds j <= i.) And
-    # its reach: how many of the last and of the first tokens can it show? None: any number
-    'all': (lambda i, j, n: j >= 0, None),                         # every token, whatever N is
+# A kind of mask, kind:N in --masks, has two functions. The first says whether token i sees token j;
+# masks_at adds j <= i. The second is its reach: how many of the last and of the first tokens it
+# shows at most. blocked_attention takes no others. None: any number, so it is not used.
+KINDS = {
+    'all': (lambda i, j, n: j <= i, None),                         # every token, whatever N is
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # those that no other mask shows
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # first, less what others show
     # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
 }
 NAMED = {
@@ -93,12 +95,14 @@ NAMED = {
 }
 
 def parse_masks(masks):
-    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]. A list is returned as it is."""
+    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]. A list is parsed already."""
     if isinstance(masks, list):
         return masks
     parsed = []
-    written_out = '+'.join(NAMED.get(term, term) for term in masks.split('+'))
-    for term in written_out.split('+'):
+    for term in masks.split('+'):
+        if term in NAMED:
+            parsed += parse_masks(NAMED[term])
+            continue
         kind, _, n = term.partition(':')
         if kind not in KINDS or not n.isdecimal():
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
@@ -114,32 +118,33 @@ def check_kind(kind, n):
     try:
         mask = masks_at([(kind, n)], i, j)[0]
         assert mask.dtype == torch.bool, 'its formula must be true or false'
-        last, first = reach([(kind, n)]) or (64, 64)
+        last, first = reach([(kind, n)]) or (64, 64)  # None: all of them
         beyond = mask & (i - j >= last) & (j >= first)
         assert not beyond.any(), 'it shows tokens beyond its reach in KINDS'
-    except Exception as error:
+    except Exception as error:  # also those of your formula
         fail(f'--masks {kind}:{n}: {error}')
 
 def reach(masks):
     """How many of the last and of the first tokens the masks can show, or None: any number."""
     if None in [KINDS[kind][1] for kind, _ in masks]:
         return None
-    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in masks)]  # 1: itself, as in mixture
+    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in masks)]  # (1, 0): a token itself
     return max(last for last, _ in sizes), max(first for _, first in sizes)
 
 def masks_at(masks, i, j):
     """The K masks M_k, each (..., Tq, T): does token i (..., Tq, 1) see token j (..., 1, T)?"""
-    M, shown = [], torch.tensor(False, device=i.device)
-    for kind, n in masks:
-        M.append(KINDS[kind][0](i, j, n) & (0 <= j) & (j <= i))  # j < 0: see blocked_attention
+    causal = (0 <= j) & (j <= i)  # in blocked_attention, j < 0 is no token
+    M = [KINDS[kind][0](i, j, n) & causal for kind, n in masks]
+    shown = torch.zeros_like(causal)  # by masks other than sinks
+    for m, (kind, _) in zip(M, masks):
         if kind != 'sinks':
-            shown = shown | M[-1]
+            shown = shown | m
     return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, masks)]
 
 def log_coefficients(alpha):
-    """log c_k of c_k = sigmoid(alpha_k), (K,).  [MA Sec. 3]
-    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. Its alpha then
-    has no gradient from the KL, so the mask opens again only if the largest c_k falls."""
+    """log c_k of c_k = sigmoid(alpha_k), (K,): under L1 c_k itself would end as 0.  [MA Sec. 3]
+    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. The KL then has
+    no gradient for its alpha. It opens again only if the largest c_k falls."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -150,13 +155,13 @@ def mixture(coefficients, M, i, j):
     return torch.where(W.sum(-1, keepdim=True) > 0, W, i == j)
 
 def log_mixture(log_c, M, i, j):
-    """log W, with all c_k divided by the largest: in a softmax only their ratios count."""
-    W = mixture((log_c - log_c.max()).exp(), M, i, j)     # else all c_k might underflow to 0
+    """log W, where the largest c_k is made 1: the softmax stays, and small c_k do not become 0."""
+    W = mixture((log_c - log_c.max()).exp(), M, i, j)
     log_W = W.clamp_min(torch.finfo(W.dtype).tiny).log()  # log 0 would have the gradient nan
     return log_W.masked_fill(W == 0, -math.inf)
 
-# A reading: scores S (B, nh, Tq, T), log c (K,), masks_at's M and the positions i of queries and j
-# of keys -> attention weights (B, nh, Tq, T).
+# A reading: scores S (..., Tq, T), log c (K,), masks_at's M and the positions i of queries and j of
+# keys -> attention weights (..., Tq, T). For one of your own add a row to READINGS.
 def renormalised(S, log_c, M, i, j):
     """softmax(S + log W): rows add up to 1. [choice] This is the default."""
     return F.softmax(S + log_mixture(log_c, M, i, j), -1)
@@ -169,21 +174,21 @@ def separate(S, log_c, M, i, j):
     """sum_k c_k softmax(S on M_k): every mask has a softmax of its own."""
     least = torch.finfo(S.dtype).min  # with -inf a row that shows no token would be nan
     P = [F.softmax(S.masked_fill(~m, least), -1) * m for m in M]
-    return mixture(log_c.exp(), P, i, j)  # these in place of masks
+    return mixture(log_c.exp(), P, i, j)  # sum_k c_k P_k
 
 READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
-IN_BLOCKS = {'renormalised', 'separate'}  # not unnormalised: its softmax needs all tokens
+IN_BLOCKS = {'renormalised', 'separate'}  # what blocks can take: unnormalised needs all scores
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
-    """q (B, nh, Tq, hs), k (B, nh, T, hs) -> (B, nh, Tq, T). masks: a text or a list. log_c (K,):
-    by default all c_k are 1. i (..., Tq), j (..., T): positions of q and k, by default 0, 1, ..."""
+    """q (..., Tq, hs), k (..., T, hs) -> attention weights (..., Tq, T). log_c (K,): by default all
+    c_k are 1. i (..., Tq), j (..., T): positions of q and k, by default 0, 1, ..."""
     masks = parse_masks(masks)
     if log_c is None:
         log_c = torch.zeros(len(masks), device=q.device)
     if i is None:
-        i = j = torch.arange(k.size(2), device=k.device)
+        i = j = torch.arange(k.size(-2), device=k.device)
     i, j = i[..., None], j[..., None, :]  # (..., Tq, 1), (..., 1, T)
-    S = (q / math.sqrt(q.size(-1))) @ k.mT  # (B, nh, Tq, T)
+    S = (q / math.sqrt(q.size(-1))) @ k.mT  # (..., Tq, T)
     return READINGS[reading](S, log_c, masks_at(masks, i, j), i, j)
 
 def dense_attention(q, k, v, masks, log_c=None, reading='renormalised'):
@@ -203,33 +208,33 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     B, nh, T, hs = q.shape
     window, first = [min(size, T) for size in reach(masks)]
     b = min(block or max(16, min(window, 128)), T)  # by default about a window
-    n = math.ceil(T / b)  # blocks
+    n = math.ceil(T / b)  # number of blocks
     padding = n * b - T  # after the last token
-    # positions, a row for each block
+    # Positions, a row for each block. j < 0 is no token: before the text, and where a first token
+    # is among the near ones, too, so that it counts once.
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    # a first token that is near, too, must count once: j = -1 is no token
     j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)
     j = torch.cat([j_near, j_first], 1)
 
-    def blocks_of_keys(t):  # (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
+    def blocks_of(t):  # keys or values (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
         near = F.pad(t, (0, 0, window - 1, padding))
         near = near.unfold(2, b + window - 1, b).mT  # mT: unfold puts its new dimension last
         firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
         return torch.cat([near, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, padding)).view(B, nh, n, b, hs)
-    p = attention_weights(queries, blocks_of_keys(k), masks, log_c, reading, i, j)
-    return (p.to(v.dtype) @ blocks_of_keys(v)).view(B, nh, n * b, hs)[:, :, :T]
+    p = attention_weights(queries, blocks_of(k), masks, log_c, reading, i, j)
+    return (p.to(v.dtype) @ blocks_of(v)).view(B, nh, n * b, hs)[:, :, :T]
 
 def blocks_help(masks, reading, T):
     """Whether blocked_attention gives what dense_attention gives, and faster."""
     if reading not in IN_BLOCKS or not reach(masks):
         return False
     window, first = reach(masks)
-    keys = 2 * max(16, window) + first  # about as many as a block takes
-    return keys < 0.6 * T  # then it was faster on a CPU
+    keys = 2 * max(16, window) + first  # a block takes at most these
+    return keys < 0.6 * T  # where it was faster on a CPU
 
 def attn_mask(masks, log_c, T):
     """log W (T, T) for attn_mask of nn.MultiheadAttention: its softmax(S + attn_mask) is the
@@ -245,9 +250,10 @@ def token_kl(teacher_logits, logits):
 
 @torch.no_grad()
 def kept_pairs(masks, alphas, T):
-    """The share of the T (T + 1) / 2 pairs j <= i that tokens see, averaged over layers."""
-    kept = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
-    return sum(n.item() / (T * (T + 1) / 2) for n in kept) / len(alphas)
+    """The share of the pairs j <= i that tokens see, averaged over layers."""
+    pairs = T * (T + 1) / 2
+    seen = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
+    return sum(count.item() / pairs for count in seen) / len(alphas)
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -256,7 +262,7 @@ class Config:
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
-    learn: Literal['attention', 'alphas'] = 'attention'  # its c_attn, c_proj and alphas; or alphas
+    learn: Literal['attention', 'alphas'] = 'attention'  # c_attn, c_proj and alphas, or alphas only
     l1: float = 0.0                # weight of MA's penalty on coefficients
     samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
     max_iters: int = 150           # optimiser steps
@@ -301,7 +307,7 @@ class Config:
     top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
-        if self.masks:  # a teacher's are ''
+        if self.masks:  # a teacher has ''
             parse_masks(self.masks)  # fails if they are wrong
         if not self.init and self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
@@ -310,18 +316,18 @@ CHOICES = {'reading': READINGS}  # the flags whose values are a table's rows
 MACHINE = {  # settings that do not tell one run from another
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
-TEACHER = {  # settings that tell one teacher from another: they name its run
+TEACHER = {  # settings that a teacher depends on: they name its run
     'teacher_iters', 'teacher_lr', 'teacher_warmup', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
     'weight_decay', 'data', 'block_size', 'seed', 'batch_size', 'grad_accum_steps', 'min_lr_ratio',
     'grad_clip', 'dtype'}
 
 PRESETS = {
-    'tiny': {},  # [choice] its masks, and no L1
+    'tiny': {},  # [choice] the masks, and no L1
     't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6, n_head=6,
                n_embd=384, block_size=256, data='wikitext-2', max_iters=600, batch_size=8,
                grad_accum_steps=2, learning_rate=1e-4, eval_interval=100),
-    # [choice] batch size, learning rates, their warmup and cosine, clipping, l1. 512 tokens: MA has
-    # "up to 512". Attention is trained: otherwise the loss does not drop as MA's does.
+    # [choice] MA does not give batch size, learning rates, warmup, cosine, clipping, l1. It has "up
+    # to 512" tokens. Attention trains, since with alphas alone the loss falls less than MA's.
     # [deviation] samples are drawn with replacement, as batches are
     'report004': dict(masks='last5', l1=1e-3, init='data/weights/gpt2.pt', block_size=512,
                       data='wikitext-2', samples=1000, batch_size=4, grad_accum_steps=2,
@@ -341,15 +347,15 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.mT, self.bias)
 
 class SelfAttention(nn.Module):
-    """GPT-2's attention or, if there are c.masks, a student's, with an alpha for each mask."""
+    """GPT-2's attention or, with c.masks, a student's, which has an alpha for each mask."""
     def __init__(self, c):
         super().__init__()
         self.n_head, self.reading = c.n_head, c.reading
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
-        self.masks, self.alpha = [('all', 1)], None  # a teacher's
+        self.masks = parse_masks(c.masks or 'all:1')
+        self.alpha = None
         if c.masks:  # [choice] all masks start alike, with c_k = 1/2
-            self.masks = parse_masks(c.masks)
             self.alpha = nn.Parameter(torch.zeros(len(self.masks)))
 
     def qkv(self, x):
@@ -405,8 +411,8 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(c.block_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.ln_f = nn.LayerNorm(c.n_embd)
-        # From seed and name alone, so that what two models share starts equal. All others, such as
-        # norms or a layer of yours, keep the values they were made with.
+        # These weights follow from seed and name alone, so that what two models share starts equal.
+        # Others, such as norms or a layer of yours, keep the values that they were made with.
         for name, p in self.named_parameters():
             if re.search(r'(wte|wpe|c_attn|c_fc|c_proj)\.weight$', name):
                 generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
@@ -414,8 +420,8 @@ class GPT2(nn.Module):
                 nn.init.normal_(p, 0.0, std, generator=generator)
 
     def forward(self, idx, last=False, maps=None):
-        """idx (B, T) -> logits (B, T, V) or, if last, of the last position alone (B, 1, V). Each
-        layer's attention weights (B, nh, T, T) are appended to maps, if that is a list."""
+        """idx (B, T) -> logits (B, T, V) or, if last, of the last position alone (B, 1, V). If maps
+        is a list, each layer's attention weights (B, nh, T, T) are appended to it."""
         x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))  # (B, T, C)
         for block in self.h:
             if maps is not None:
@@ -524,19 +530,22 @@ def find_teacher(c, data):
     teacher, _, _ = load_pair(file)
     wanted = replace(c, vocab_size=c.vocab_size or data.meta['vocab_size'])
     for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size'):
-        has, asked = getattr(teacher.config, name), getattr(wanted, name)
-        if asked not in (has, getattr(Config, name)):  # a default fits any file
-            fail(f'{file} has {name} {has}, not {asked}')
+        found, size = getattr(teacher.config, name), getattr(wanted, name)
+        if size not in (found, getattr(Config, name)):  # a default fits any file
+            fail(f'{file} has {name} {found}, not {size}')
     if c.block_size > teacher.config.block_size:
         fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
     return teacher
 
 def make_optimizer(model, c):
     """AdamW. Only a teacher's matrices decay: a student's should stay near its teacher's."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    alphas = [p for name, p in trained if name.endswith('.alpha')]
-    rest = [p for name, p in trained if not name.endswith('.alpha')]
-    matrices, others = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
+    alphas, matrices, others = [], [], []
+    for name, p in model.named_parameters():
+        if name.endswith('.alpha'):
+            alphas.append(p)
+        elif p.requires_grad:
+            group = matrices if p.dim() == 2 else others
+            group.append(p)
     decay = 0.0 if alphas else c.weight_decay  # only a student has alphas
     groups = [dict(params=alphas, peak=c.alpha_lr, weight_decay=0.0),
               dict(params=matrices, peak=c.learning_rate, weight_decay=decay),
@@ -547,9 +556,9 @@ def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
-    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: a final 0 is ignored
+    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: NumPy drops a last 0
     starts = rng.integers(c.samples or n, size=size)
-    if c.samples:  # starts are indices of samples, which are the same ones in every step
+    if c.samples:  # these were indices of samples, whose starts are the same in every step
         rng = np.random.default_rng([zlib.crc32(b'samples'), c.seed, 1])
         starts = rng.integers(n, size=c.samples)[starts]
     return windows(data.train, starts[micro_step], c, device)
@@ -567,8 +576,8 @@ def loss_of(net, teacher, batch, c):
     return token_kl(teacher_logits, net(x)).mean() + c.l1 * l1
 
 def validation(data, c, device):
-    """Batches of c.eval_rows sequences, the same ones every time, spread evenly over the validation
-    text; with 0, all that fit side by side."""
+    """Batches of c.eval_rows sequences, spread evenly over the validation text. If that is 0, all
+    that fit side by side."""
     last = len(data.val) - c.block_size - 1
     n = c.eval_rows or (len(data.val) - 1) // c.block_size
     starts = np.unique(np.linspace(0, last, n).astype(np.int64))
@@ -594,8 +603,8 @@ def evaluate(model, teacher, data, c, device):
 
 CRITERIA = {  # MA's goals for a student  [MA Sec. 2.4]
     'accuracy': ('>=', 0.95),  # of the next token, divided by the teacher's
-    'cosine': ('>=', 0.95),    # of gradients of [choice] the cross-entropy for c_attn and c_proj
-    'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and [choice] pairs j <= i
+    'cosine': ('>=', 0.95),    # of gradients for c_attn and c_proj; [choice] of the cross-entropy
+    'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and pairs; [choice] those j <= i
     'kl': ('<=', 1e-3),        # KL(teacher || student) in nats, mean over tokens
 }
 
@@ -617,19 +626,20 @@ def look_inside(model, x, y):
 def measure(model, teacher, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T): CRITERIA's figures,
     how many meet their goal, and both perplexities.  [MA Sec. 2.4]"""
-    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]  # ours to change
+    # copies, since look_inside changes which parameters have gradients
+    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]
     tokens = pairs = right = nll = gradient = kl = squares = 0
     for x, y in batches:
         both = [look_inside(net, x, y) for net in nets]
+        theirs, ours = both
         tokens += y.numel()
-        # these three are pairs: of the teacher and of the student
+        # of these three, row 0 is the teacher's and row 1 the student's
         right += torch.stack([(net.log_p.argmax(-1) == y).sum() for net in both])
         nll += torch.stack([net.nll for net in both])
         gradient += torch.stack([net.gradient for net in both])
-        theirs, ours = both
         kl += (theirs.log_p.exp() * (theirs.log_p - ours.log_p)).sum()
         for P, Q in zip(theirs.maps, ours.maps):  # (B, nh, T, T)
-            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T), the order of the sum
+            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T); for the same last bits
             squares += gap.square().sum()
             pairs += y.numel() * P.size(1) * (P.size(2) + 1) / 2  # j <= i
     metrics = dict(
@@ -681,7 +691,7 @@ def train(c, folder=None, data=None, teacher=None):
     if c.masks:
         teacher = (teacher or find_teacher(c, data)).to(device).eval()
     torch.manual_seed(c.seed)  # for the weights of layers that you add
-    model = make_student(teacher, c) if c.masks else make_teacher(c, data.meta).to(device)
+    model = (make_student(teacher, c) if c.masks else make_teacher(c, data.meta)).to(device)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
     net = torch.compile(model) if c.compile else model  # the same parameters
@@ -689,8 +699,8 @@ def train(c, folder=None, data=None, teacher=None):
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
     role = f'student with {c.masks}' if teacher else 'teacher'
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f'model   {role}, {trained:,} parameters to train, on {device} in {dtype}\n'
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f'model   {role}, {size:,} parameters to train, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
         # the checkpoint comes first: a resumed run evaluates again
@@ -739,16 +749,16 @@ def train(c, folder=None, data=None, teacher=None):
 # ------------------------------------ report, sample, criteria ------------------------------------
 def report(c, model, log, folder, data):
     """Print the result and draw the run. A student and its teacher also write a text."""
-    if c.masks:
-        teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
-        print_criteria(c, model, teacher, data, log[-1])
-    else:
+    curves = {'training loss (nats per token)': 'loss',
+              "validation loss (a student's: KL)": 'val_loss'}
+    if not c.masks:
         print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token (a uniform '
               f'guess: {math.log(model.config.vocab_size):.3f})')
-    draw_curves(folder, log, {'training loss (nats per token)': 'loss',
-                              "validation loss (a student's: KL)": 'val_loss'})
-    if not c.masks:
+        draw_curves(folder, log, curves)
         return print(f'files   {folder}, whose best.pt --init takes\n')
+    teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
+    print_criteria(c, model, teacher, data, log[-1])
+    draw_curves(folder, log, curves)
     draw_layers(folder, log, len(model.h), parse_masks(c.masks))
     try:
         print(write_on(replace(c, num_samples=1), teacher, model, data.meta['tokenizer']), '\n')
@@ -760,7 +770,7 @@ def report(c, model, log, folder, data):
 
 def print_criteria(c, model, teacher, data, trained=None):
     """Print MA's goals beside the figures of the masks alone and of the trained student, on
-    c.eval_rows sequences -> the student's figures, which are measured unless `trained` has them."""
+    c.eval_rows sequences -> the student's. They are measured unless `trained` is given."""
     batches = [*validation(data, c, teacher.wte.weight.device)]
     trained = trained or measure(model, teacher, batches)
     alone = measure(make_student(teacher, c).eval(), teacher, batches)
@@ -808,28 +818,29 @@ MA_PROMPTS = [
 def write_on(c, teacher, student, tokenizer):
     """How the teacher and, if any, the student continue --prompt from the same seed, as text."""
     encode, decode = get_tokenizer(tokenizer)
+    nets = {'teacher': teacher, 'student': student} if student else {'teacher': teacher}
     texts = []
     for prompt in MA_PROMPTS if c.prompt == 'MA' else [c.prompt]:
         if prompt.startswith('FILE:'):  # as in nanoGPT
             prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
         idx = torch.tensor([encode(prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
-        for name, net in ('teacher', teacher), ('student', student):
+        for name, net in nets.items():
             torch.manual_seed(c.seed)
-            for _ in range(c.num_samples if net else 0):  # a teacher's run has no student
+            for _ in range(c.num_samples):
                 out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
                 texts.append(f'\n{name}: {decode(out)}')
     return '\n'.join(texts)
 
 def sample(c):
     """Let teacher and student continue --prompt -> the text."""
-    teacher, student, saved = load_pair(newest_run(c) / 'ckpt.pt', pick_device(c)[0])
+    teacher, student, saved = open_run(c)
     text = write_on(c, teacher, student, saved['data']['tokenizer'])
     print(text)
     return text
 
 def criteria(c):
     """Judge a student by MA's goals, on --judge-rows validation sequences -> its figures."""
-    teacher, student, saved = load_pair(newest_run(c) / 'ckpt.pt', pick_device(c)[0])
+    teacher, student, saved = open_run(c)
     if student is None:
         fail('that run is a teacher: name a student\'s --folder')
     c = Config(**dict(saved['settings'], eval_rows=c.judge_rows))  # that run's settings
@@ -888,7 +899,7 @@ def load_pair(path, device='cpu'):
     try:
         config = Config(**saved['config'])
         teacher = GPT2(replace(config, masks=''))
-        teacher.load_state_dict(saved.get('teacher', saved['model']))
+        teacher.load_state_dict(saved.get('teacher', saved['model']))  # it may be the model itself
         if 'teacher' in saved:
             student = GPT2(config).to(device).eval()
             student.load_state_dict(saved['model'])
@@ -896,16 +907,16 @@ def load_pair(path, device='cpu'):
         fail(f'{path} is no GPT-2 of {SCRIPT}.py: {" ".join(str(error).split())[:200]}')
     return teacher.to(device).eval(), student, saved
 
-def newest_run(c):
-    """--folder or, without it, the newest run's folder."""
-    folder = Path(c.folder)
+def open_run(c):
+    """load_pair of --folder or, without it, of the newest run."""
+    file = Path(c.folder, 'ckpt.pt')
     if not c.folder:
         files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
         if not files:
             fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-        folder = max(files, key=os.path.getmtime).parent
-    print(f'run     {folder}')
-    return folder
+        file = max(files, key=os.path.getmtime)
+    print(f'run     {file.parent}')
+    return load_pair(file, pick_device(c)[0])
 
 def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
@@ -1002,10 +1013,10 @@ def train_teacher(c, data=None):
     """Train the teacher of c's students, or finish it -> its last metrics, log and folder. The
     settings in TEACHER name its run, so every command that needs this teacher finds it."""
     data = data or load_data(c)
-    flags = {key: x for key, x in vars(c).items() if key in TEACHER and x != getattr(Config, key)}
-    name = run_name('teacher', dict(flags, checksum=data.meta['checksum']))
+    changed = {key: x for key, x in vars(c).items() if key in TEACHER and x != getattr(Config, key)}
+    name = run_name('teacher', dict(changed, checksum=data.meta['checksum']))
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
-    own = Config(**{name: getattr(c, name) for name in TEACHER | MACHINE})
+    own = Config(**{key: getattr(c, key) for key in TEACHER | MACHINE})
     own = replace(own, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
                   warmup_iters=c.teacher_warmup, eval_interval=c.eval_interval,
                   eval_rows=c.eval_rows, folder='', resume=True)
@@ -1016,7 +1027,7 @@ def train_teacher(c, data=None):
             fcntl.flock(file, fcntl.LOCK_EX)  # wait while another command trains this teacher
         meet()
         own = find_folder(own, name)
-        if own.resume:  # resume_run wants these two as they were
+        if own.resume:  # resume_run compares all settings; these two make no other teacher
             then = load(Path(own.folder, 'ckpt.pt'))['settings']
             own = replace(own, eval_interval=then['eval_interval'], eval_rows=then['eval_rows'])
         meet()  # all have found the folder, before the first process makes it
