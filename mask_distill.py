@@ -312,7 +312,7 @@ class Config:
         if not self.init and self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
 
-CHOICES = {'reading': READINGS}  # the flags whose values are a table's rows
+CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
 MACHINE = {  # settings that do not tell one run from another
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
@@ -673,8 +673,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale. So it
-    # is an error only at a scale of 1, which other dtypes always have.
+    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
+    # error until the scale is 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -690,7 +690,7 @@ def train(c, folder=None, data=None, teacher=None):
     data = data or load_data(c)
     if c.masks:
         teacher = (teacher or find_teacher(c, data)).to(device).eval()
-    torch.manual_seed(c.seed)  # for the weights of layers that you add
+    torch.manual_seed(c.seed)  # for layers of your own
     model = (make_student(teacher, c) if c.masks else make_teacher(c, data.meta)).to(device)
     optimizer = make_optimizer(model, c)
     autocast, scaler = mixed_precision(device, dtype)
@@ -703,7 +703,7 @@ def train(c, folder=None, data=None, teacher=None):
     print(f'model   {role}, {size:,} parameters to train, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
-        # the checkpoint comes first: a resumed run evaluates again
+        # the checkpoint comes before the evaluation, which a resumed run repeats
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
             state = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
             if teacher:  # a student needs no other file
@@ -953,7 +953,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 would flatten it
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
