@@ -121,6 +121,23 @@ def l1_log(step, field, case='L1'):
     return np.mean([row[field] for row in rows_of('masks-l1-log')
                     if (row['case'], row['step']) == (case, step)])
 
+def five(case, step, field):
+    """Mean of a column of masks-last5-log."""
+    return np.mean([row[field] for row in rows_of('masks-last5-log')
+                    if (row['case'], row['step']) == (case, step)])
+
+def moved(case):
+    """The most by which a share of the last five tokens moves in the second half of the runs."""
+    found = []
+    for seed in (1, 1337):
+        lines = [row for row in rows_of('masks-last5-log') if (row['case'], row['seed']) ==
+                 (case, seed) and row['step'] >= 3125]
+        c = np.array([[[row[f'{i}.offset:{k}'] for k in range(5)] for i in range(4)]
+                      for row in lines])
+        shares = c / c.sum(2, keepdims=True)
+        found.append(abs(shares - shares[-1]).max())
+    return max(found)
+
 def correlation(names, *cases):
     """Of two cases over the seeds."""
     both = [values(names, case, 'AP') for case in cases]
