@@ -116,6 +116,19 @@ def ends(command, case):
     row, = [row for row in run_compare([program, *words])[1] if row['case'] == case]
     return [row['diff'] - row['interval'], row['diff'] + row['interval']]
 
+def over_values():
+    """AP by seed, 31 to 36, in self-attention: OA's own problem over values, no weights, softmax."""
+    softmax = values('detr-softmax-31-33 detr-softmax-34-42', 'softmax', 'AP')
+    return [values('detr-values-self', 'SA over values, 0.3', 'AP'),
+            {**values('detr-more-self', 'SA no-weights', 'AP'),
+             **values('detr-values-self', 'SA no-weights', 'AP')},
+            {seed: x for seed, x in softmax.items() if seed <= 36}]
+
+def looks(name, step, key, **where):
+    """Mean of a column of a log at a step."""
+    return np.mean([row[key] for row in rows_of(name) if row['step'] == step
+                    and all(row.get(field) == x for field, x in where.items())])
+
 def l1_log(step, field, case='L1'):
     """Mean of a column of masks-l1-log."""
     return np.mean([row[field] for row in rows_of('masks-l1-log')
@@ -231,6 +244,11 @@ def intervals(commands):
     own, zero = gamma_gaps()
     for gap in own, -zero, own - zero:
         add(*stats.ttest_1samp(gap, 0).confidence_interval(1 - 0.05 / 3))
+    # OA's own problem in self-attention, against no weights and softmax
+    ours, *others = over_values()
+    for other in others:
+        test = stats.ttest_ind([*ours.values()], [*other.values()], equal_var=False)
+        add(*test.confidence_interval(1 - 0.05 / 2))
     # fresh drawings: the 19 seeds done first, and all; paired, and as planned
     lasso, none = [values('detr-fresh', case, 'AP') for case in ('admm', 'no-weights')]
     for seeds in [seed for seed in lasso if seed < 69 or seed == 71], [*lasso]:
