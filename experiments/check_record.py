@@ -117,7 +117,7 @@ def ends(command, case):
     return [row['diff'] - row['interval'], row['diff'] + row['interval']]
 
 def over_values():
-    """AP by seed, 31 to 36, in self-attention: OA's own problem over values, no weights, softmax."""
+    """AP by seed, 31 to 36: OA's own problem in self-attention, no weights, softmax."""
     softmax = values('detr-softmax-31-33 detr-softmax-34-42', 'softmax', 'AP')
     return [values('detr-values-self', 'SA over values, 0.3', 'AP'),
             {**values('detr-more-self', 'SA no-weights', 'AP'),
