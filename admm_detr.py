@@ -1181,13 +1181,16 @@ def detect(c):
     for path in map(str, photos):
         try:
             photo = open_photo(path, None, meta.get('bits', 8))
-        except Exception as error:  # Pillow has half a dozen
+        except Exception as error:  # Pillow raises many kinds
             print(f'note    {path} cannot be read: {error}')
             continue
         image = to_tensor(photo, model.config.image_size)
         target = dict(image_id=path, orig_size=photo.size[::-1])
         answers[path], seen = find(model, image, target, c.threshold)
-        print(f'{path}: score, class, left, top, width, height in pixels')
+        if answers[path]:
+            print(f'{path}: score, class, left, top, width, height in pixels')
+        else:
+            print(f'{path}: nothing has a score of --threshold {c.threshold:g}')
         for one in answers[path]:
             name, box = meta['classes'][one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{x:7.0f}' for x in box))

@@ -844,6 +844,7 @@ def criteria(c):
     if student is None:
         fail('that run is a teacher: name a student\'s --folder')
     c = Config(**dict(saved['settings'], eval_rows=c.judge_rows))  # that run's settings
+    print(f'judging on {c.eval_rows or "all"} validation sequences (--judge-rows)', flush=True)
     return print_criteria(c, student, teacher, load_data(c))
 
 # ------------------------------------ runs ------------------------------------

@@ -3413,6 +3413,9 @@ def main(words):
         at = words.index('--device')
         words = words[:at] + words[at + 2:]
     found = dict(ok=0, FAIL=0, skip=0)
+    if words and not any(word in name for name in globals() if name.startswith('test_')
+                         for word in words):
+        sys.exit(f'no test is named {" or ".join(words)}')
     for name, test in [*globals().items()]:
         if not name.startswith('test_') or words and not any(word in name for word in words):
             continue
