@@ -87,6 +87,12 @@ def layers(name, step, formula):
         found.append([np.mean(each), min(each), max(each)])
     return np.array(found)
 
+def alike(key):
+    """Median correlation of two layers' curves over a ViT's first epoch."""
+    steps = sorted({row['step'] for row in rows_of('vit-first-epoch-log')})
+    curves = [layers('vit-first-epoch-log', step, lambda r: r(key))[:, 0] for step in steps]
+    return np.median(np.corrcoef(np.transpose(curves))[np.triu_indices(12, 1)])
+
 def first(script, flags, figure):
     """Of a first run."""
     row, = [row for row in rows_of('first-runs')
