@@ -1918,7 +1918,7 @@ def test_mask_two_stages(tmp_path):
     assert same(other['teacher'], load(first / 'ckpt.pt')['teacher']) and teachers() == 1
     equal = done(mask, *flags, '--masks', 'all:1', '--dtype', 'bfloat16')
     close(equal['val_loss'], 0, 1e-7)  # evaluated in float32
-    flags += '--teacher-lr', '3'
+    flags += '--teacher-lr', '10'
     alone = done(mask, 'teacher', *flags)['folder']
     best, last = [load(alone / name)['model'] for name in ('best.pt', 'ckpt.pt')]
     taught = load(done(mask, *flags)['folder'] / 'ckpt.pt')['teacher']

@@ -78,20 +78,21 @@ def cost(name, case, what='training step'):
     row, = [row for row in rows_of(name) if row['case'] == case and row['role'] == what]
     return [row['ratio'], row['low'], row['high']]
 
-def layers(name, step, formula):
+def layers(name, step, formula, case=None):
     """Means and ranges over the seeds of a log's last step -> (layers, 3). `formula` of a row r
     whose columns are read by r('alpha') in the layer at hand."""
-    last, found = [row for row in rows_of(name) if row['step'] == step], []
+    last, found = [row for row in rows_of(name) if row['step'] == step
+                   and row['case'] == (case or row['case'])], []
     for i in range(sum(key.endswith('.mh') for key in last[0])):
         each = [formula(lambda key: row[f'{i}.{key}']) for row in last]
         found.append([np.mean(each), min(each), max(each)])
     return np.array(found)
 
-def alike(key):
-    """Median correlation of two layers' curves over a ViT's first epoch."""
+def alike(key, f=np.median):
+    """Median, or another f, of the correlations of two layers' curves over a ViT's first epoch."""
     steps = sorted({row['step'] for row in rows_of('vit-first-epoch-log')})
     curves = [layers('vit-first-epoch-log', step, lambda r: r(key))[:, 0] for step in steps]
-    return np.median(np.corrcoef(np.transpose(curves))[np.triu_indices(12, 1)])
+    return f(np.corrcoef(np.transpose(curves))[np.triu_indices(12, 1)])
 
 def first(script, flags, figure):
     """Of a first run."""
