@@ -3190,7 +3190,8 @@ def test_compare_intervals(tmp_path):
 
 @wants('scipy')
 def test_compare_and_bench(tmp_path):
-    """Each script's, once; what is in the csv is not trained again; a ratio above 1 is slower."""
+    """Each script's, once; what is in the csv is not trained again; a ratio above 1 is slower. A
+    command without --sweep has one case, as typed."""
     for script in SCRIPTS:
         flags = [script.SCRIPT, *short_run(script, tmp_path), '--sweep', 'learning_rate=1e-3,1e-2']
         rows = done(compare, *flags, '--seeds', '0,1')
@@ -3204,6 +3205,8 @@ def test_compare_and_bench(tmp_path):
         shown = run(compare, script.SCRIPT, '--bench', '--from-csv', tmp_path / 'bench.csv')
         assert bench.out.endswith(shown.out), (bench.out, shown.out)
         (tmp_path / 'bench.csv').unlink()
+    alone = done(compare, 'attentionx_gpt', *short_run(gpt, tmp_path), '--seeds', '0,1')
+    assert [row['case'] for row in alone] == ['as typed'], alone
 
 @wants('scipy')
 def test_compare_shares_a_teacher(tmp_path):

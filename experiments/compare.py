@@ -182,7 +182,7 @@ def cases_of(script, flags, table, sweep):
             fail(f'--sweep {spec}: give FIELD=A,B; seeds are --seeds 0,1')
         cases = {f'{name} {value}'.strip(): [*words, flag_of(field, value)]
                  for name, words in cases.items() for value in values.split(',')}
-    cases = {name: script.parse(words)[1] for name, words in cases.items()}
+    cases = {name or 'as typed': script.parse(words)[1] for name, words in cases.items()}
     if len({repr(settings_of(script, c)) for c in cases.values()}) < len(cases):
         fail('two cases have the same settings: a run cannot be compared with itself')
     return cases
