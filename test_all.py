@@ -3338,7 +3338,8 @@ def test_diagnose_of_detr(tmp_path):
     diagnose = importlib.import_module('diagnose')
     for name in detr.ATTENTION:
         c = detr.parse(tiny(detr, tmp_path, '--self-attention', name, '--cross-attention', name,
-                            '--rebuild-from', 'values', '--random-tokens', 3, '--no-centre'))[1]
+                            '--rebuild-from', 'values', '--random-tokens', 3, '--no-centre',
+                            '--stride', 4))[1]  # more than five tokens
         data, seen = detr.load_data(c), []
         model = fill(detr.make_model(c, data.meta)).to(DEVICE).eval()
         attn = model.transformer.decoder.layers[1].multihead_attn
