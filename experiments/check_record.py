@@ -136,24 +136,6 @@ def looks(name, step, key, **where):
     return np.mean([row[key] for row in rows_of(name) if row['step'] == step
                     and all(row.get(field) == x for field, x in where.items())])
 
-def over_values():
-    """AP by seed, 31 to 36: OA's own problem in self-attention, no weights, softmax."""
-    softmax = values('detr-softmax-31-33 detr-softmax-34-42', 'softmax', 'AP')
-    return [values('detr-values-self', 'SA over values, 0.3', 'AP'),
-            {**values('detr-more-self', 'SA no-weights', 'AP'),
-             **values('detr-values-self', 'SA no-weights', 'AP')},
-            {seed: x for seed, x in softmax.items() if seed <= 36}]
-
-def looks(name, step, key, **where):
-    """Mean of a column of a log at a step."""
-    return np.mean([row[key] for row in rows_of(name) if row['step'] == step
-                    and all(row.get(field) == x for field, x in where.items())])
-
-def l1_log(step, field, case='L1'):
-    """Mean of a column of masks-l1-log."""
-    return np.mean([row[field] for row in rows_of('masks-l1-log')
-                    if (row['case'], row['step']) == (case, step)])
-
 def moved(case):
     """The most by which a share of the last five tokens moves in the second half of the runs."""
     found = []
