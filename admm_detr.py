@@ -1283,13 +1283,13 @@ def load_run(c):
 def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
     saved = load(Path(c.folder, 'ckpt.pt'))
-    # a field that is newer than the checkpoint counts as its default
+    # a field that you added since counts as its default; one that you removed is not compared
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
     now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
-    for name in sorted((then.keys() | now.keys()) - MACHINE):
-        if then.get(name) != now.get(name):
-            fail(f'{c.folder} was trained with {name} {then.get(name)}, and now it is '
-                 f'{now.get(name)}: leave out --resume, or move that folder away')
+    for name in sorted(now.keys() - MACHINE):
+        if then[name] != now[name]:
+            fail(f'{c.folder} was trained with {name} {then[name]}, and now it is {now[name]}: '
+                 'leave out --resume, or move that folder away')
     if saved['code'] != zlib.crc32(CODE):
         print(f'note    {SCRIPT}.py was edited since this run began')
     model.load_state_dict(saved['model'])
