@@ -340,7 +340,7 @@ class Config:
 
 CHOICES = {  # flags whose values are the rows of a table
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'penalty': PENALTY}
-MACHINE = {  # settings that do not tell one run from another
+MACHINE = {  # settings that may differ when a run is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'images',
     'threshold'}
 
@@ -706,17 +706,17 @@ class Objects:
         return photo.flip(2) if flip else photo, self.target(row, flip)
 
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json, of one of `kinds`."""
+    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
-        fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
-             'lists the commands that make one, from your own files, too')
+        fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
+             'that make one, also from your own files')
     meta = {}
     if (folder / 'meta.json').exists():
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
     if meta.get('format') != 1:
-        fail(f'{folder} was not made by prepare_data.py, or by an older version of it: move it '
-             'away, and prepare the data again')
+        fail(f'{folder} is not by this version of prepare_data.py: move it away, and prepare the '
+             'data again')
     if meta['kind'] not in kinds:
         fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
     return folder, meta
@@ -1228,13 +1228,13 @@ def mixed_precision(device, dtype):
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save reports a full disk in another way
+        buffer = io.BytesIO()  # on a full disk torch.save raises no OSError
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
         os.replace(folder / f'{name}.part', folder / name)
 
 def load(path):
-    """A checkpoint {model, config, data, ...}. With weights_only nothing in the file is run."""
+    """A checkpoint {model, config, data, ...}. With weights_only no code in it is run."""
     if not Path(path).exists():
         fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
@@ -1315,7 +1315,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 would flatten it
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -1375,7 +1375,7 @@ def parse(argv):
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
         usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    if {'-h', '--help'} & {*words}:  # the source of Config, down to its first method
+    if '-h' in words or '--help' in words:  # the source of Config, down to its first method
         p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
             f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
     p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
@@ -1387,7 +1387,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # nanoGPT's, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
@@ -1410,7 +1410,7 @@ def main(argv=None):
             fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
         dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
     if RANK:
-        sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
+        sys.stdout = open(os.devnull, 'w')  # only the first process prints
     try:
         return ACTIONS[action](c)
     except KeyboardInterrupt as error:  # it may say how to continue

@@ -2,34 +2,34 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tiktoken", "matplotlib"]
 # ///
-"""A GPT whose attention passes on a difference: AttentionX and BeliefFormer beside plain softmax.
+"""A GPT whose attention outputs a difference: AttentionX and BeliefFormer beside plain softmax.
 
-Attention tells a token what its neighbours say: MH = softmax(QK^T / sqrt(d)) V, a weighted sum of
-values. The papers argue that a layer should pass on how MH differs from the token's own value V.
-The idea comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: a node
-keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
+Multi-head attention gives a token a weighted sum of values, MH = softmax(QK^T / sqrt(hs)) V. The
+papers argue that a layer should output how MH differs from the token's own value V. The idea comes
+from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round, a node
+tells its neighbours how their solutions differ [BF Eq. 1-5].
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
-    AX1  G. Zhang, R. Heusdens, AttentionX, first version
-    AX2  its revision, arXiv 2409.04275
+    AX1  G. Zhang, R. Heusdens, AttentionX, arXiv 2409.04275, version 1
+    AX2  its version 3
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
 
     equation        what reaches the output projection W^o                    --attention
     [BF Eq. 9]      MH                                                        softmax
     [AX2 Eq. 10]    Phi = V - gamma MH,         gamma >= 1                    attentionx
     [AX1 Eq. 9]     Phi = gamma V - MH,         0 < gamma <= 1                attentionx-v1
-    [choice]        Phi, where each head learns its gamma                     attentionx-learned
+    [choice]        V - gamma MH, where each head learns its gamma            attentionx-learned
     [BF Eq. 10]     Delta = MH - alpha V,       alpha = <MH,V> / <V,V>        belief
     [BF Eq. 13]     Delta_s: in head m, MH_m - beta_m V_m,
                     beta_m = <MH_m,V_m> / <V_m,V_m>                           belief-head
     [BF Eq. 15]     Delta W^o + Delta_s W^s, with a second matrix W^s         belief-star
-    [AX2 Sec. 4]    gamma is 3; with --zero-diag 1 [AX2 Sec. 3.2]; in the
-                    first version 0.5 [AX1 Sec. 4.2]                          default_gamma
+    [AX2 Sec. 4]    gamma: 3, or 1 with --zero-diag [AX2 Sec. 3.2], or
+                    0.5 in the first version [AX1 Sec. 4.2]                   default_gamma()
 
-<a,b> is the dot product at one token: of all its channels in BF Eq. 10, of head m's in BF Eq. 13.
-Since gamma V - MH = gamma (V - MH / gamma), attentionx-v1 with gamma is attentionx with 1 / gamma,
-but for a factor that W^o can learn. They train differently.
+<a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
+attentionx-v1 with gamma is gamma times attentionx with 1 / gamma. W^o can learn this factor, but
+they train differently.
 
     python attentionx_gpt.py                              # train: a minute on two cores, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
@@ -84,7 +84,7 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     q, k, v and MH are (B, T, nh, hs). With zero_diag no token attends to itself; the first token,
     which then sees none, gets 0.  [AX2 Sec. 3.2]
     """
-    if zero_diag:  # token t + 1 sees tokens 0..t, which is causal again
+    if zero_diag:  # queries shifted by one: token t + 1 sees 0..t
         mh = multi_head(q[:, 1:], k[:, :-1], v[:, :-1], dropout=dropout)
         return torch.cat([torch.zeros_like(v[:, :1]), mh], dim=1)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs)
@@ -97,7 +97,7 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
 
 def orthogonal(mh, v):
     """MH - alpha V, the part of MH orthogonal to V, with alpha = <MH,V> / <V,V> over the last
-    dimension: of (B, T, C) one alpha for each token, of (B, T, nh, hs) one for each head."""
+    dimension: one alpha for each token of (B, T, C), one for each head of (B, T, nh, hs)."""
     dtype, wide = mh.dtype, torch.promote_types(v.dtype, torch.float32)
     mh, v = mh.to(wide), v.to(wide)  # in float16, <V,V> easily overflows
     mh_v = (mh * v).sum(-1, keepdim=True)
@@ -121,7 +121,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = [t.unflatten(2, (c.n_head, -1)) for t in (q, k, v)]  # (B, T, nh, hs)
         if c.arch == 'rotary':
             q, k = rotate(q), rotate(k)
-        return multi_head(q, k, v, c.zero_diag, c.dropout if self.training else 0.0), v
+        dropout = c.dropout if self.training else 0.0
+        return multi_head(q, k, v, c.zero_diag, dropout), v
 
     def forward(self, x):
         """x (B, T, C), the layer's normalised input -> (B, T, C)."""
@@ -130,11 +131,11 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(update.flatten(2))
 
 class LearnedGamma(CausalSelfAttention):
-    """Phi = V - gamma MH, where each head learns its gamma.  [choice] (AX2 has no such parameter,
-    though its Sec. 5 says "one additional": probably a misprint for "no".)"""
+    """Phi = V - gamma MH, where each head learns its gamma.  [choice] AX2 learns none: "one
+    additional" parameter in its Sec. 5 is probably a misprint for "no"."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))
+        self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))  # (nh, 1)
 
     def forward(self, x):
         mh, v = self.heads(x)
@@ -153,9 +154,9 @@ class BeliefStar(CausalSelfAttention):
         delta_s = orthogonal(mh.unflatten(2, (nh, -1)), v.unflatten(2, (nh, -1)))  # (B, T, nh, hs)
         return self.c_proj(delta) + self.c_proj_s(delta_s.flatten(2))
 
-# To try your own variant, add a row. Then: --attention NAME.
-# A function gets MH and V, both (B, T, nh, hs), and gamma, and returns what reaches W^o.
-# A class has parameters of its own, like LearnedGamma; its forward returns (B, T, C).
+# To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
+# A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
+# A class, for its own parameters, extends CausalSelfAttention; its forward returns (B, T, C).
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -174,7 +175,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax if gamma is 1
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with gamma 1 it is softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4]
 
@@ -185,7 +186,7 @@ class Config:
     A field of yours is an int, float, str, bool or Literal; `= None` means not set."""
     # the papers' method
     attention: str = 'attentionx'  # a row of ATTENTION
-    gamma: float = None            # default: 3; with zero_diag 1; of attentionx-v1 0.5
+    gamma: float = None            # default: 3; zero_diag: 1; attentionx-v1: 0.5
     zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
     # model
     arch: Literal['gpt2', 'rotary'] = 'gpt2'  # nanoGPT's, or modded-nanogpt's as in BeliefFormer
@@ -236,7 +237,7 @@ class Config:
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
 
 CHOICES = {'attention': ATTENTION}  # flags whose values are the rows of a table
-MACHINE = {  # settings that do not tell one run from another
+MACHINE = {  # settings that may differ when a run is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'prompt',
     'num_samples', 'new_tokens', 'temperature', 'top_k'}
 
@@ -315,20 +316,21 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
         for name, p in self.named_parameters():
-            owner = name.rpartition('.')[0].rpartition('.')[2]  # c_fc of ...h.0.mlp.c_fc.weight
+            owner = name.split('.')[-2:][0]  # c_fc of transformer.h.0.mlp.c_fc.weight
             if owner in ('wte', 'wpe', 'c_attn', 'c_fc', 'c_proj', 'c_proj_s'):
                 self.init_parameter(name, p)
             # a parameter of another name, such as gamma or yours, keeps the value it was made with
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from the seed and its name alone: what variants share starts equal."""
+        """Initialise p by seed and name alone: layers that variants share start equal."""
         c = self.config
         generator = torch.Generator().manual_seed(zlib.crc32(f'{c.seed} {name}'.encode()))
         if name.endswith('.bias'):
             p.zero_()
         elif c.arch == 'rotary':
-            p.uniform_(-p.size(1) ** -0.5, p.size(1) ** -0.5, generator=generator)
+            bound = p.size(1) ** -0.5
+            p.uniform_(-bound, bound, generator=generator)
         else:
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
             p.normal_(0.0, std, generator=generator)
@@ -366,23 +368,23 @@ class GPT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json, of one of `kinds`."""
+    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
-        fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
-             'lists the commands that make one, from your own files, too')
+        fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
+             'that make one, also from your own files')
     meta = {}
     if (folder / 'meta.json').exists():
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
     if meta.get('format') != 1:
-        fail(f'{folder} was not made by prepare_data.py, or by an older version of it: move it '
-             'away, and prepare the data again')
+        fail(f'{folder} is not by this version of prepare_data.py: move it away, and prepare the '
+             'data again')
     if meta['kind'] not in kinds:
         fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
     return folder, meta
 
 def load_data(c):
-    """c.data -> train and val, uint16 tokens, and meta: tokenizer, vocab_size, checksum."""
+    """c.data -> train and val (tokens), and meta: tokenizer, vocab_size, checksum."""
     if c.data == 'builtin':  # every tenth file of Python's standard library is for validation
         files = sorted(Path(os.__file__).parent.glob('*.py'))
         text = [path.read_text('utf-8', errors='replace').encode() for path in files]
@@ -420,12 +422,12 @@ def make_model(c, meta):
     if 0 < c.vocab_size < meta['vocab_size']:
         fail(f'--vocab-size {c.vocab_size}: the data have {meta["vocab_size"]} tokens')
     model = GPT(replace(c, vocab_size=c.vocab_size or meta['vocab_size']))
-    if c.init and not c.resume:  # add the names of your own parameters to `optional`
+    if c.init and not c.resume:  # optional: names that may be missing; add yours
         load_weights(model, c.init, heads='n_head', optional='c_proj_s|gamma')
     return model
 
 def make_optimizer(model, c):
-    """AdamW. Weight decay is for the matrices of layers and embeddings, named `weight`, only."""
+    """AdamW. Only matrices named `weight`, of layers and embeddings, have weight decay."""
     matrices, others = [], []
     for name, p in model.named_parameters():
         group = matrices if name.endswith('.weight') and p.dim() == 2 else others
@@ -437,7 +439,7 @@ def make_optimizer(model, c):
 def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a window fits
-    size = c.grad_accum_steps, c.batch_size  # 2 micro-batches of 32 have the windows of 1 of 64
+    size = c.grad_accum_steps, c.batch_size  # 2 x 32 are the same windows as 1 x 64
     starts = np.random.default_rng([c.seed, step]).integers(n, size=size)
     return windows(data.train, starts[micro_step], c, device)
 
@@ -572,8 +574,8 @@ def bigram_loss(data):
     single, pair = Counter(train), Counter(zip(train, train[1:]))
     total = 0.0
     for x, y in zip(val, val[1:]):
-        alone = (single[y] + 1) / (len(train) + data.meta['vocab_size'])  # how likely y is at all
-        total -= math.log((pair[x, y] + alone) / (single[x] + 1))  # as if seen `alone` times more
+        unigram = (single[y] + 1) / (len(train) + data.meta['vocab_size'])
+        total -= math.log((pair[x, y] + unigram) / (single[x] + 1))
     return total / (len(val) - 1)
 
 def complete(c, model, tokenizer):
@@ -624,13 +626,13 @@ def mixed_precision(device, dtype):
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save reports a full disk in another way
+        buffer = io.BytesIO()  # on a full disk torch.save raises no OSError
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
         os.replace(folder / f'{name}.part', folder / name)
 
 def load(path):
-    """A checkpoint {model, config, data, ...}. With weights_only nothing in the file is run."""
+    """A checkpoint {model, config, data, ...}. With weights_only no code in it is run."""
     if not Path(path).exists():
         fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
@@ -714,7 +716,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 would flatten it
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -774,7 +776,7 @@ def parse(argv):
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
         usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    if {'-h', '--help'} & {*words}:  # the source of Config, down to its first method
+    if '-h' in words or '--help' in words:  # the source of Config, down to its first method
         p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
             f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
     p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
@@ -786,7 +788,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # nanoGPT's, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
@@ -809,7 +811,7 @@ def main(argv=None):
             fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
         dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
     if RANK:
-        sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
+        sys.stdout = open(os.devnull, 'w')  # only the first process prints
     try:
         return ACTIONS[action](c)
     except KeyboardInterrupt as error:  # it may say how to continue

@@ -2,18 +2,18 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow"]
 # ///
-"""A ViT whose attention passes on a difference: BeliefFormer and AttentionX beside plain softmax.
+"""A ViT whose attention outputs a difference: BeliefFormer and AttentionX beside plain softmax.
 
-Attention tells a patch of an image what the others say: MH = softmax(QK^T / sqrt(d)) V, a weighted
-sum of values. The papers argue that a layer should pass on how MH differs from the patch's own
-value V. The idea comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: a
-node keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
+Multi-head attention gives an image's patch a weighted sum of values, MH = softmax(QK^T / sqrt(hs))
+V. The papers argue that a layer should output how MH differs from the patch's own value V. The idea
+comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round, a
+node tells its neighbours how their solutions differ [BF Eq. 1-5].
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
-    AX1  G. Zhang, R. Heusdens, AttentionX, first version
-    AX2  its revision, arXiv 2409.04275
+    AX1  G. Zhang, R. Heusdens, AttentionX, arXiv 2409.04275, version 1
+    AX2  its version 3
     SA   G. Zhang, SET-Adam, arXiv 2302.01029: the optimiser that the other three use
 
     equation        what reaches the output projection W^o                    --attention
@@ -24,12 +24,12 @@ node keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
     [BF Eq. 15]     Delta W^o + Delta_s W^s, with a second matrix W^s         belief-star
     [AX2 Eq. 10]    Phi = V - gamma MH,         gamma >= 1                    attentionx
     [AX1 Eq. 9]     Phi = gamma V - MH,         0 < gamma <= 1                attentionx-v1
-    [choice]        Phi, where each head learns its gamma                     attentionx-learned
-    [AX2 Sec. 3.2]  gamma is 1 with zero_diag, 3 without [choice]; of
-                    attentionx-v1 it is 1 [AX1 Sec. 4.1]                      default_gamma
+    [choice]        V - gamma MH, where each head learns its gamma            attentionx-learned
+    [AX2 Sec. 3.2]  gamma: 1 with --zero-diag, 3 without [choice],
+                    1 in the first version [AX1 Sec. 4.1]                     default_gamma()
     [BF Sec. 5.3]   the papers' optimiser, SET-Adam [SA]                      SETAdam
 
-<a,b> is the dot product at one token: of all its channels in BF Eq. 10, of head m's in BF Eq. 13.
+<a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, on the same batches
@@ -40,9 +40,9 @@ node keeps telling its neighbours how their solutions differ [BF Eq. 1-5].
 The first command gets 96.4 % of 2,000 drawn shapes right (one seed; 95.5 % on another CPU), a
 linear model on the same pixels 26.2 %. To try a formula of your own, add a row to ATTENTION.
 
-Two presets are the papers' models: vit-small is that of vision-transformers-cifar10,
-deit-small-local that of efficient-vit-training. With the originals' weights they give the
-originals' logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment,
+Two presets are the papers' models: vit-small from the repository vision-transformers-cifar10,
+deit-small-local from efficient-vit-training. With the originals' weights they give the originals'
+logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment,
 random erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours
 are trained.
 """
@@ -102,7 +102,7 @@ def multi_head(q, k, v, zero_diag=False):
 
 def orthogonal(mh, v):
     """MH - alpha V, the part of MH orthogonal to V, with alpha = <MH,V> / <V,V> over the last
-    dimension: of (B, T, C) one alpha for each token, of (B, T, nh, hs) one for each head."""
+    dimension: one alpha for each token of (B, T, C), one for each head of (B, T, nh, hs)."""
     dtype, wide = mh.dtype, torch.promote_types(v.dtype, torch.float32)
     mh, v = mh.to(wide), v.to(wide)  # in float16, <V,V> easily overflows
     mh_v = (mh * v).sum(-1, keepdim=True)
@@ -138,11 +138,11 @@ class Attention(nn.Module):
         return self.proj(update.flatten(2))
 
 class LearnedGamma(Attention):
-    """Phi = V - gamma MH, where each head learns its gamma.  [choice] (AX2 has no such parameter,
-    though its Sec. 5 says "one additional": probably a misprint for "no".)"""
+    """Phi = V - gamma MH, where each head learns its gamma.  [choice] AX2 learns none: "one
+    additional" parameter in its Sec. 5 is probably a misprint for "no"."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        self.gamma = nn.Parameter(torch.full((c.num_heads, 1), self.gamma))
+        self.gamma = nn.Parameter(torch.full((c.num_heads, 1), self.gamma))  # (nh, 1)
 
     def forward(self, x):
         mh, v = self.heads(x)
@@ -162,9 +162,9 @@ class BeliefStar(Attention):
         delta_s = orthogonal(mh.unflatten(2, (nh, -1)), v.unflatten(2, (nh, -1)))  # (B, T, nh, hs)
         return self.proj(delta) + self.proj_s(delta_s.flatten(2))
 
-# To try your own variant, add a row. Then: --attention NAME.
-# A function gets MH and V, both (B, T, nh, hs), and gamma, and returns what reaches W^o.
-# A class has parameters of its own, like LearnedGamma; its forward returns (B, T, C).
+# To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
+# A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
+# A class, for its own parameters, extends Attention; its forward returns (B, T, C).
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -183,7 +183,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax if gamma is 1
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with gamma 1 it is softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -193,7 +193,7 @@ class SETAdam(torch.optim.Optimizer):
     With Adam's moments m and v of a tensor of d entries, in step t:
         shrink = (sum v)^2 / (d sum v^2)            1 where all v are equal, 1/d where one dominates
         w = sqrt(shrink v / (1 - beta2^t) + eps)    smaller than Adam's, so steps are larger
-        theta -= lr / (1 - beta1^t) m / (w - tau min w)          [choice] tau = 0.5
+        theta -= lr m / (1 - beta1^t) / (w - tau min w)          [choice] tau = 0.5
     qkv is one tensor; three tensors for q, k and v would train differently.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
@@ -213,7 +213,7 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                unit = v / v.max().clamp_min(1e-37)  # v's shrink, and no square overflows
+                unit = v / v.max().clamp_min(1e-37)  # the same shrink; no square overflows
                 squares = unit.square().sum().clamp_min(1.0)  # at least 1 already, unless v = 0
                 shrink = unit.sum().square() / (v.numel() * squares)
                 w = (shrink * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
@@ -227,7 +227,7 @@ class Config:
     A field of yours is an int, float, str, bool or Literal; `= None` means not set."""
     # the papers' method
     attention: str = 'belief'      # a row of ATTENTION
-    gamma: float = None            # default: 3; with zero_diag 1; of attentionx-v1 1
+    gamma: float = None            # default: 3; zero_diag or attentionx-v1: 1
     zero_diag: bool = True         # no token attends to itself [AX2 Sec. 3.2]
     # model
     # shifted: patches also see shifted images, and attention learns a scale, arXiv 2112.13492
@@ -256,7 +256,7 @@ class Config:
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
     batch_size: int = 64           # images per forward pass
     grad_accum_steps: int = 1      # forward passes per step, shared among the processes
-    optimizer: Literal['adamw', 'set-adam'] = 'adamw'  # the papers have set-adam
+    optimizer: Literal['adamw', 'set-adam'] = 'adamw'  # the papers use set-adam
     learning_rate: float = 4e-3    # at its peak
     min_lr_ratio: float = 0.0      # final cosine rate / learning_rate; 1 keeps it constant
     warmup_iters: int = 50         # steps until the rate is at its peak; fewer for a short trial
@@ -283,7 +283,7 @@ class Config:
             fail(f'--num-heads {self.num_heads} must divide --embed-dim {self.embed_dim}')
 
 CHOICES = {'attention': ATTENTION}  # flags whose values are the rows of a table
-MACHINE = {  # settings that do not tell one run from another
+MACHINE = {  # settings that may differ when a run is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'images'}
 
 VIT_SMALL = dict(embed_dim=512, depth=6, num_heads=8, mlp_dim=512, dropout=0.1)
@@ -411,9 +411,9 @@ class ViT(nn.Module):
         self.norm = make_norm(c)
         self.head = nn.Linear(c.embed_dim, num_classes)
         for name, p in self.named_parameters():
-            owner = name.rpartition('.')[0].rpartition('.')[2]  # qkv of blocks.0.attn.qkv.weight
-            if name in ('cls_token', 'pos_embed') or owner in (
-                    'qkv', 'proj', 'proj_s', 'fc1', 'conv', 'fc2', 'head'):
+            owner = name.split('.')[-2:][0]  # qkv of blocks.0.attn.qkv.weight, or cls_token
+            if owner in ('cls_token', 'pos_embed', 'qkv', 'proj', 'proj_s', 'fc1', 'conv', 'fc2',
+                         'head'):
                 self.init_parameter(name, p)
             # a parameter of another name, such as gamma or yours, keeps the value it was made with
 
@@ -471,7 +471,7 @@ SHAPES = {
 
 def draw_shapes(n, seed):
     """Draw n images (n, 3, 32, 32) uint8, and their labels (n,). Place, size, angle, colours, light
-    and noise are random, so that no single pixel gives a shape away."""
+    and noise are random, so that no single pixel reveals a shape."""
     rng = stream('shapes', seed)
     shapes, images = list(SHAPES.values()), np.empty((n, 3, 32, 32), np.uint8)
     labels = rng.integers(len(shapes), size=n)
@@ -493,17 +493,17 @@ def draw_shapes(n, seed):
     return images, labels
 
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json, of one of `kinds`."""
+    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
-        fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
-             'lists the commands that make one, from your own files, too')
+        fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
+             'that make one, also from your own files')
     meta = {}
     if (folder / 'meta.json').exists():
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
     if meta.get('format') != 1:
-        fail(f'{folder} was not made by prepare_data.py, or by an older version of it: move it '
-             'away, and prepare the data again')
+        fail(f'{folder} is not by this version of prepare_data.py: move it away, and prepare the '
+             'data again')
     if meta['kind'] not in kinds:
         fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
     return folder, meta
@@ -675,7 +675,7 @@ def get_batch(data, c, step, micro_step, device):
     (B, 3, size, size), labels (B,), and lam, the share that each image keeps of itself."""
     images, labels = data.train
     n, photos, bits = len(labels), images.ndim == 1, data.meta.get('bits', 8)
-    per_step = c.grad_accum_steps * c.batch_size  # 2 micro-batches of 32 are the same as 1 of 64
+    per_step = c.grad_accum_steps * c.batch_size  # 2 x 32 are the same images as 1 x 64
     begin = step * per_step  # the step's first image, counted over all epochs
     rows = range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size)  # in this step
     index = [shuffled(c.seed, (begin + row) // n, n)[(begin + row) % n] for row in rows]
@@ -697,7 +697,7 @@ def get_batch(data, c, step, micro_step, device):
 def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = ViT(c, len(meta['classes']))
-    if c.init and not c.resume:  # add the names of your own parameters to `optional`
+    if c.init and not c.resume:  # optional: names that may be missing; add yours
         load_weights(model, c.init, heads='num_heads', optional='^head|proj_s|gamma')
     return model
 
@@ -934,13 +934,13 @@ def mixed_precision(device, dtype):
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save reports a full disk in another way
+        buffer = io.BytesIO()  # on a full disk torch.save raises no OSError
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
         os.replace(folder / f'{name}.part', folder / name)
 
 def load(path):
-    """A checkpoint {model, config, data, ...}. With weights_only nothing in the file is run."""
+    """A checkpoint {model, config, data, ...}. With weights_only no code in it is run."""
     if not Path(path).exists():
         fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
@@ -954,8 +954,8 @@ def load(path):
 
 def load_weights(model, path, heads, optional):
     """Load a checkpoint into a model. Parameters whose names match the pattern `optional` may be
-    missing on either side. `heads` names the setting for the number of heads: another number would
-    change no shape, so it is compared."""
+    missing on either side. `heads` names the setting for the number of heads: a wrong one would
+    raise no error, so it is compared."""
     saved, ours = load(path), getattr(model.config, heads)
     theirs = saved['config'].get(heads, ours)
     if theirs != ours:
@@ -1024,7 +1024,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 would flatten it
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -1084,7 +1084,7 @@ def parse(argv):
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
         usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    if {'-h', '--help'} & {*words}:  # the source of Config, down to its first method
+    if '-h' in words or '--help' in words:  # the source of Config, down to its first method
         p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
             f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
     p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
@@ -1096,7 +1096,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # nanoGPT's, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
@@ -1119,7 +1119,7 @@ def main(argv=None):
             fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
         dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
     if RANK:
-        sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
+        sys.stdout = open(os.devnull, 'w')  # only the first process prints
     try:
         return ACTIONS[action](c)
     except KeyboardInterrupt as error:  # it may say how to continue

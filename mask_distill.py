@@ -313,7 +313,7 @@ class Config:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
 
 CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
-MACHINE = {  # settings that do not tell one run from another
+MACHINE = {  # settings that may differ when a run is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
 TEACHER = {  # settings that a teacher depends on: they name its run
@@ -453,23 +453,23 @@ class GPT2(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json, of one of `kinds`."""
+    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
-        fail(f'--data {name}: there is no {folder}. python prepare_data.py, without arguments, '
-             'lists the commands that make one, from your own files, too')
+        fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
+             'that make one, also from your own files')
     meta = {}
     if (folder / 'meta.json').exists():
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
     if meta.get('format') != 1:
-        fail(f'{folder} was not made by prepare_data.py, or by an older version of it: move it '
-             'away, and prepare the data again')
+        fail(f'{folder} is not by this version of prepare_data.py: move it away, and prepare the '
+             'data again')
     if meta['kind'] not in kinds:
         fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
     return folder, meta
 
 def load_data(c):
-    """c.data -> train and val, uint16 tokens, and meta: tokenizer, vocab_size, checksum."""
+    """c.data -> train and val (tokens), and meta: tokenizer, vocab_size, checksum."""
     if c.data == 'builtin':  # every tenth file of Python's standard library is for validation
         files = sorted(Path(os.__file__).parent.glob('*.py'))
         text = [path.read_text('utf-8', errors='replace').encode() for path in files]
@@ -876,13 +876,13 @@ def mixed_precision(device, dtype):
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
     if folder and RANK == 0:
-        buffer = io.BytesIO()  # torch.save reports a full disk in another way
+        buffer = io.BytesIO()  # on a full disk torch.save raises no OSError
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
         os.replace(folder / f'{name}.part', folder / name)
 
 def load(path):
-    """A checkpoint {model, config, data, ...}. With weights_only nothing in the file is run."""
+    """A checkpoint {model, config, data, ...}. With weights_only no code in it is run."""
     if not Path(path).exists():
         fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
@@ -954,7 +954,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # 0 would flatten it
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -1045,7 +1045,7 @@ def parse(argv):
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
         usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    if {'-h', '--help'} & {*words}:  # the source of Config, down to its first method
+    if '-h' in words or '--help' in words:  # the source of Config, down to its first method
         p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
             f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
     p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
@@ -1057,7 +1057,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # nanoGPT's, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
@@ -1080,7 +1080,7 @@ def main(argv=None):
             fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
         dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
     if RANK:
-        sys.stdout = open(os.devnull, 'w')  # the first process speaks for all
+        sys.stdout = open(os.devnull, 'w')  # only the first process prints
     try:
         return ACTIONS[action](c)
     except KeyboardInterrupt as error:  # it may say how to continue
