@@ -197,15 +197,6 @@ def check_tables(texts, write):
                 wrong.append(f'{name}: {command}\n  has    {ours}\n  prints {now}')
     return wrong, commands
 
-def check_lengths(text):
-    """The printed table of `memory.py lengths` against its csv -> complaints."""
-    tokens = sorted({n for _, n in LENGTHS})
-    lines = [f'{n:6.0f}' + ''.join(f'{LENGTHS[kind, n][field]:9,.1f}' for field in ('mib', 'ms')
-                                   for kind in ('eager', 'fused', 'masks'))
-             + ''.join(f'{1000 * n / LENGTHS[kind, n]["ms"]:11,.0f}'
-                       for kind in ('eager', 'fused', 'masks')) for n in tokens]
-    return [f'results: lengths.csv gives {line}' for line in lines if f'\n{line}\n' not in text]
-
 def intervals(commands):
     """Texts of all intervals that may stand in a text: of every command, against every row, and
     those that no command prints -> {text: half its width}, and {'0.1 ± 0.2'}."""
@@ -349,7 +340,7 @@ def main(argv=()):
     found, around = intervals(commands)
     complaints, total = check_figures(texts, known, found, around)
     wrong += more + complaints + check_verdicts(texts['results'])
-    wrong += check_lengths(texts['results']) + check_sums(write)
+    wrong += check_sums(write)
     print('\n'.join(wrong) or f'{total} figures and {len(commands)} tables agree')
     return 1 if wrong else 0
 
