@@ -733,9 +733,6 @@ def load_data(c):
     val.images = val.images[:c.eval_rows or None]
     if not any(len(val.target(row)['labels']) for row in range(len(val))):
         fail(f'--data {c.data}: the first {len(val)} validation photos show no object')
-    most = max(len(objects) for objects in train.annotations.values())
-    if most > c.num_queries:
-        print(f'note    a photo shows {most} objects, more than --num-queries {c.num_queries} find')
     return SimpleNamespace(train=train, val=val, meta=meta)
 
 # ------------------------------------ matching and losses ------------------------------------
