@@ -900,29 +900,28 @@ def coco_ap(ground_truth, detections):
 
     ground_truth: {annotations: [{image_id, category_id, bbox, iscrowd}]}; detections: [{image_id,
     category_id, bbox, score}]; bbox: left, top, width, height in pixels: COCO's json form.
-    pycocotools, which has AP by size, too (OA's Tables 1 and 2), gives the same, but -1 for nan,
-    and never matches annotation id 0."""
-    truth, found = defaultdict(list), defaultdict(list)  # by category
-    for one in ground_truth['annotations']:
-        truth[one['category_id']].append(one)
-    for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
-        found[one['category_id']].append(one)
-    AP = np.full((len(IOUS), len(truth)), np.nan)
-    for k, category in enumerate(sorted(truth)):
-        objects, in_image = truth[category], defaultdict(list)
+    pycocotools gives the same. It has AP by size, too (OA's Tables 1 and 2)."""
+    truth = ground_truth['annotations']
+    detections = sorted(detections, key=lambda one: (-one['score'], one['image_id']))
+    AP = []  # of each category, at ten IoUs
+    for category in sorted({one['category_id'] for one in truth if not one['iscrowd']}):
+        objects = [one for one in truth if one['category_id'] == category]
+        found = [one for one in detections if one['category_id'] == category]
+        in_image = defaultdict(list)  # {image_id: indices in objects}
         for i, one in enumerate(objects):
             in_image[one['image_id']].append(i)
         overlaps, kept = [], defaultdict(int)  # at most 100 detections in an image
-        for one in found[category]:
+        for one in found:
             kept[one['image_id']] += 1
             if kept[one['image_id']] <= 100:
                 overlaps.append({i: box_iou(one, objects[i]) for i in in_image[one['image_id']]})
         wanted = sum(not one['iscrowd'] for one in objects)
-        if wanted:
-            AP[:, k] = [average_precision(match_detections(overlaps, objects, iou), wanted)
-                        for iou in IOUS]
-    return {name: math.nan if np.isnan(x).all() else float(np.nanmean(x))
-            for name, x in dict(AP=AP, AP50=AP[0], AP75=AP[5]).items()}
+        AP.append([average_precision(match_detections(overlaps, objects, least), wanted)
+                   for least in IOUS])
+    if not AP:
+        return dict(AP=math.nan, AP50=math.nan, AP75=math.nan)
+    AP = np.stack(AP, axis=1)  # (10, categories)
+    return dict(AP=AP.mean().item(), AP50=AP[0].mean().item(), AP75=AP[5].mean().item())
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, meta):
@@ -1110,7 +1109,7 @@ def find(model, image, target, threshold):
     q, k, v, padding = inputs
     x = attn.coefficients(*attn.heads(q, k, v), padding)  # (1, nh, Q, N or more)
     found = post_process(outputs, [target])  # one for each query
-    scores = [one['score'] for one in found]
+    best = np.argmax([one['score'] for one in found])
     h, w = outputs['grid']
     seen = x[0, :, np.argmax(scores), :h * w].abs().mean(0).view(1, 1, h, w)  # mean of the heads
     seen = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
