@@ -751,14 +751,11 @@ def assign(cost):
     for row in range(n):
         length = cost[row].copy()  # of the cheapest chain yet that ends in each column
         before = np.full(m, -1)    # the column ahead of it in that chain
-        changed = True
-        while changed:
-            changed = False
+        for _ in range(row):  # a chain takes each of `row` columns once at most
             for j in np.flatnonzero(owner >= 0):  # its owner moves to another column
                 through = length[j] - cost[owner[j], j] + cost[owner[j]]
                 cheaper = through < length - margin
                 length[cheaper], before[cheaper] = through[cheaper], j
-                changed |= cheaper.any()
         j = np.where(owner < 0, length, np.inf).argmin()
         while before[j] >= 0:  # every row in the chain moves
             owner[j], j = owner[before[j]], before[j]
