@@ -1048,7 +1048,7 @@ def train(c, folder=None, data=None):
     def make_batches(step):  # this process's share
         return [get_batch(data, c, step, micro_step, device)
                 for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
-    coming = POOL.submit(make_batches, step)  # a thread makes the next step's batches meanwhile
+    coming = POOL.submit(make_batches, step)  # a thread makes them while the model trains
     while True:
         # the checkpoint comes before the evaluation, which a resumed run repeats
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
@@ -1082,8 +1082,7 @@ def train(c, folder=None, data=None):
         for group in optimizer.param_groups:
             group['lr'] = group['ratio'] * get_lr(step, c)
         batches = coming.result()
-        if step + 1 < c.max_iters:
-            coming = POOL.submit(make_batches, step + 1)
+        coming = POOL.submit(make_batches, step + 1)
         losses.append(train_step(net, batches, c, optimizer, scaler, autocast))
         seconds += time.perf_counter() - start
         step += 1
