@@ -105,7 +105,8 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     products = q @ k.mT  # (B, nh, Q, N)
     largest = size(without_self(products, is_self)).amax(-1, keepdim=True)  # (B, nh, Q, 1)
     unit = mean_eigenvalue(k)  # (B, nh, 1, 1)
-    lam, rho, e = 2 * c.sparsity * largest, c.rho * unit, c.ridge * unit
+    lam = 2 * c.sparsity * largest
+    rho, e = c.rho * unit, c.ridge * unit
     t = lam / (2 * rho)
     if vanilla:
         inverse = vanilla_inverse(k, rho)
@@ -232,9 +233,9 @@ class Reconstruction(Attention):
         """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
         [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x."""
         tokens = k if self.config.rebuild_from == 'keys' else v
-        hide = torch.zeros(len(k), 1, k.size(2), 1, dtype=torch.bool, device=k.device)
-        if padding is not None:
-            hide = padding[:, None, :, None]  # (B, 1, N, 1)
+        if padding is None:
+            padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
+        hide = padding[:, None, :, None]  # (B, 1, N, 1)
         tokens = tokens.masked_fill(hide, 0)
         if self.config.centre:
             mean = tokens.sum(2, keepdim=True) / (~hide).sum(2, keepdim=True)
@@ -372,8 +373,10 @@ class FrozenBatchNorm2d(nn.Module):
     """Batch norm whose four vectors never change."""
     def __init__(self, channels):
         super().__init__()
-        for name, value in dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0).items():
-            self.register_buffer(name, torch.full((channels,), value))
+        self.register_buffer('weight', torch.ones(channels))
+        self.register_buffer('bias', torch.zeros(channels))
+        self.register_buffer('running_mean', torch.zeros(channels))
+        self.register_buffer('running_var', torch.ones(channels))
 
     def forward(self, x):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
@@ -424,11 +427,12 @@ class SmallBackbone(nn.Sequential):
 
     def __init__(self, stride):
         super().__init__()
-        halvings, c_in = int(math.log2(stride)), 3
+        widths = [3, 32, 64, 96, 96, 96, 96]
+        halvings = int(math.log2(stride))
         for i in range(halvings + 1):
-            c_out, step = min(32 * (i + 1), 96), 2 if i < halvings else 1
-            self.append(nn.Conv2d(c_in, c_out, 3, step, 1, bias=False))
-            self.append(nn.GroupNorm(8, c_out))
+            step = 2 if i < halvings else 1
+            self.append(nn.Conv2d(widths[i], widths[i + 1], 3, step, 1, bias=False))
+            self.append(nn.GroupNorm(8, widths[i + 1]))
             self.append(nn.ReLU())
             c_in = c_out
 
@@ -529,7 +533,8 @@ class DETR(nn.Module):
     def encode(self, images, mask=None):
         """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w); N is h w."""
         x = self.input_proj(self.backbone[0].body(images))  # (B, C, h, w)
-        grid, padding = x.shape[2:], None
+        grid = x.shape[2:]
+        padding = None
         inside = torch.ones(len(x), *grid, dtype=torch.bool, device=x.device)
         if mask is not None:
             inside = ~F.interpolate(mask[None].float(), grid)[0].bool()  # (B, h, w)
@@ -605,7 +610,8 @@ class Drawings:
         """What a drawing shows."""
         rng = rng or stream('validation', row)
         boxes = []  # centre and size, 0 to 1
-        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
+        n = rng.integers(1, 5)
+        for size in rng.uniform(0.18, 0.5, (n, 2)):
             for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):  # ten attempts
                 box = [*centre.tolist(), *size.tolist()]
                 if not any(overlap(box, other) for other in boxes):
@@ -630,8 +636,8 @@ class Drawings:
             y = ((grid - cy) / h + 0.5)[:, None]
             ink = rng.permutation([0.1, rng.random(), 0.9])
             tip = rng.uniform(0.2, 0.8)
-            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5) & shapes[label](x, y, tip)
-            image[:, inside] = ink[:, None]
+            box = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
+            image[:, box & shapes[label](x, y, tip)] = ink[:, None]
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
@@ -657,7 +663,7 @@ def to_tensor(photo, image_size, share=1.0):
     """Pillow's image -> (3, H, W), normalised. The shorter side becomes share * image_size; less
     where the longer one would have more than 5/3 of image_size (1333 for 800, as in DETR)."""
     short, long = sorted(photo.size)
-    limit = 5 * image_size // 3 * short / long
+    limit = (5 * image_size // 3) * short / long
     side = max(1, round(min(image_size * share, limit)))
     other = int(side * long / short)
     size = (side, other) if photo.width < photo.height else (other, side)
@@ -668,7 +674,8 @@ class Objects:
     """Photos and what they show, as prepare_data.py lists them in COCO's form."""
     def __init__(self, file, image_size, bits):
         content = json.loads(file.read_text('utf-8'))
-        self.images, self.image_size, self.bits = content['images'], image_size, bits
+        self.images = content['images']
+        self.image_size, self.bits = image_size, bits
         self.annotations = defaultdict(list)  # {image id: its objects}
         for one in content['annotations']:
             self.annotations[one['image_id']].append(one)
@@ -680,7 +687,8 @@ class Objects:
         """What a photo shows. labels and boxes, to learn from, have no empty boxes and no crowds
         (many objects in one box), and boxes end at the photo's edges. annotations have all."""
         image = self.images[row]
-        W, H, annotations = image['width'], image['height'], self.annotations[image['id']]
+        W, H = image['width'], image['height']
+        annotations = self.annotations[image['id']]
         labels, boxes = [], []
         for one in annotations:
             x, y, w, h = one['bbox']
@@ -724,7 +732,8 @@ def read_meta(name, *kinds):
 def load_data(c):
     """c.data -> data sets train and val, and meta: classes, checksum."""
     if c.data == 'builtin':
-        train, val = Drawings(10 ** 6, c.image_size), Drawings(c.eval_rows or 200, c.image_size)
+        train = Drawings(10 ** 6, c.image_size)
+        val = Drawings(c.eval_rows or 200, c.image_size)
         meta = dict(classes=[*SHAPES], checksum=zlib.crc32(repr([*SHAPES]).encode()))
         return SimpleNamespace(train=train, val=val, meta=meta)
     folder, meta = read_meta(c.data, 'objects')
@@ -1148,7 +1157,8 @@ def chance(targets):
 
 def report(c, model, log, folder, data):
     """Print the result beside a yardstick; draw the curves, and what the best weights find."""
-    guess, last = chance([data.val.target(row) for row in range(len(data.val))]), log[-1]
+    guess = chance([data.val.target(row) for row in range(len(data.val))])
+    last = log[-1]
     print(f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f} on {len(data.val)} images '
           f"(another image's objects: {guess['AP']:.3f}, {guess['AP50']:.3f})")
     draw_curves(folder, log, {'training loss': 'loss', 'validation loss': 'val_loss',
