@@ -82,7 +82,7 @@ def fail(message):
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
 # k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). is_self: self-attention.
 
-# A row is (prox, size) of a penalty for which penalty(s x) = s penalty(x) if s > 0.
+# A penalty must grow as x does: penalty(s x) = s penalty(x) for s > 0. Its row is (prox, size):
 #     prox(a, t) is the z that minimises t penalty(z) + ||z - a||^2 / 2
 #     size(q K^T).max() is the smallest lambda / 2 for which x is 0
 PENALTY = {
@@ -94,12 +94,12 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     """argmin_x ||q - x^T K||^2 + lambda penalty(x) + e ||x||^2, by ADMM -> x  [OA Eq. 2]
 
     `vanilla` takes the N x N inverse: the same x up to rounding.
-    [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero; rho and e
-    are --rho and --ridge times K^T K's mean eigenvalue. So scaling q or k only scales x. Gradients
-    flow through these three, too.
-    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA sets x_ii
-    to 0 and clamps x after (3a), and then ADMM need not converge; here (3b) does both, to z. We
-    over-relax, which saves iterations, and return z, not x: its zeros are exact.
+    [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
+    are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
+    Gradients flow through these three, too.
+    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA changes x
+    after (3a): it sets x_ii to 0 and clamps x. Then ADMM need not converge; here (3b) does both, to
+    z. We over-relax, which saves iterations. We return z, not x: its zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
@@ -133,10 +133,10 @@ def l2(q, k, c, is_self=False):
     [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
     e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # a smaller one is lost in rounding
     x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # to have x_ii = 0, subtract a multiple of row i of the inverse (Lagrange)
+    if is_self:  # by Lagrange, the best x_i with x_ii = 0 is x_i + factor * row i of the inverse
         rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
-        factor = x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
-        x = without_self(x - factor.unsqueeze(-1) * rows, is_self)
+        factor = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
+        x = without_self(x + factor.unsqueeze(-1) * rows, is_self)
     return x
 
 def ridge_matrix(k, shift):
@@ -177,8 +177,6 @@ def add_random(tokens, random):
 
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
-
-    `mix` does the work; pictures need `coefficients`. A subclass may change both, and `heads`.
     [choice] No output projection, but --out-proj adds one."""
     def __init__(self, c, is_self=False):
         super().__init__()
@@ -190,14 +188,14 @@ class Attention(nn.Module):
         return [x.unflatten(2, (self.config.nheads, -1)).transpose(1, 2) for x in qkv]
 
     def coefficients(self, q, k, v, padding):
-        """x (B, nh, Q, N)."""
+        """softmax's x (B, nh, Q, N), which pictures need."""
         scores = q @ k.mT / math.sqrt(q.size(-1))
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None], -math.inf)
         return scores.softmax(-1)
 
     def mix(self, q, k, v, padding):
-        """x^T V (B, nh, Q, hs), with a fused kernel, which never makes x."""
+        """x^T V (B, nh, Q, hs). The fused kernel never makes x."""
         mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
         dropout = self.config.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
@@ -255,7 +253,9 @@ class Reconstruction(Attention):
             x = F.dropout(x, self.config.dropout, self.training)  # [choice] as softmax has it
             if self.config.mix_random:
                 v = add_random(v, self.random)
-            return x[..., :v.size(2)] @ v
+            else:
+                x = x[..., :v.size(2)]  # what random tokens take is lost
+            return x @ v
 
 # To try your own problem, write a function like l2, and add a row like l2's. Then:
 # --cross-attention NAME. Padded tokens in `k` are zero, and their x must be zero; random tokens
@@ -315,9 +315,9 @@ class Config:
     learning_rate: float = 1e-3    # at its peak
     lr_backbone_ratio: float = 1.0  # the backbone's rate / learning_rate
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
-    schedule: Literal['cosine', 'step'] = 'cosine'  # after warmup
+    schedule: Literal['cosine', 'step'] = 'cosine'  # after warmup; step: see warmdown_iters
     warmup_iters: int = 100        # steps until the rate is at its peak; fewer for a short trial
-    warmdown_iters: int = 0        # step: steps at the end, at a tenth of the rate
+    warmdown_iters: int = 0        # of schedule step: the last steps, at a tenth of the rate
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations and checkpoints; 0: only at the end
@@ -336,7 +336,7 @@ class Config:
     threshold: float = 0.5         # lowest score to show
 
     def __post_init__(self):
-        if self.hidden_dim % self.nheads or self.hidden_dim % 4:  # positions are four parts
+        if self.hidden_dim % self.nheads or self.hidden_dim % 4:  # sine_positions has four parts
             fail(f'--hidden-dim {self.hidden_dim} must be a multiple of 4 and of --nheads')
 
 CHOICES = {  # flags whose values are the rows of a table
@@ -434,7 +434,6 @@ class SmallBackbone(nn.Sequential):
             self.append(nn.Conv2d(widths[i], widths[i + 1], 3, step, 1, bias=False))
             self.append(nn.GroupNorm(8, widths[i + 1]))
             self.append(nn.ReLU())
-            c_in = c_out
 
 def sine_positions(inside, channels):
     """inside (B, h, w), False on padding -> (B, h w, channels). y and x are scaled to 2 pi. Half of
@@ -516,14 +515,14 @@ class DETR(nn.Module):
     def init_parameter(self, name, p):
         """Initialise p from the seed and its name alone: what variants share starts equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        weight = p  # or, for a bias, the weight beside it
-        if name.endswith('.bias'):
+        weight = p
+        if name.endswith('.bias'):  # it is drawn like the weight beside it
             weight = self.get_parameter(name.removesuffix('bias') + 'weight')
         if name == 'query_embed.weight':
             p.normal_(generator=generator)
         elif name.endswith('out_proj.bias'):
             p.zero_()
-        elif weight.dim() > 1:  # not of a norm, which stays as it is
+        elif weight.dim() > 1:  # norms, which have no matrix, stay as they are
             fan_out, fan_in = len(weight), weight[0].numel()
             bound = fan_in ** -0.5  # PyTorch's default
             if name.startswith('transformer') and p is weight:
@@ -818,9 +817,9 @@ def set_loss(outputs, targets, c):
     layer, unweighted. class_error: the % of matched queries whose class is wrong there.
     [deviation] Each micro-batch is divided by its own objects and class weights, so 2 x 16 images
     are not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes."""
-    layers = [outputs, *outputs['aux_outputs']]  # the last one first
-    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, classes + 1)
-    boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
+    outs = [outputs, *outputs['aux_outputs']]  # of the L layers; number 0 is the last one
+    logits = torch.stack([out['pred_logits'] for out in outs])  # (L, B, Q, classes + 1)
+    boxes = torch.stack([out['pred_boxes'] for out in outs])  # (L, B, Q, 4)
     labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
     true_boxes = torch.cat([target['boxes'] for target in targets]).to(logits.device)  # (T, 4)
     counts = [len(target['labels']) for target in targets]
@@ -836,12 +835,12 @@ def set_loss(outputs, targets, c):
     loss_giou = 1 - generalized_box_iou(boxes, true_boxes)  # (pairs,)
 
     # cross-entropy is divided by the sum of its weights, the others by the number of objects
-    matched = sum(min(n, c.num_queries) for n in counts)  # in a layer
-    total_weight = matched + c.eos_coef * (len(counts) * c.num_queries - matched)
+    matched = len(obj) // len(outs)  # pairs in each layer
+    total_weight = matched + c.eos_coef * (classes[0].numel() - matched)
     num_boxes = max(1, sum(counts))
     loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
             + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
-    last = layer == 0  # (pairs,)
+    last = layer == 0  # whether a pair is of the last layer
     right = (logits[places].argmax(-1) == labels) & last
     return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
                 loss_bbox=(loss_bbox.sum(-1) * last).sum() / num_boxes,
@@ -987,7 +986,7 @@ def evaluate(model, data, c, device):
     objects, so the losses depend a little on --batch-size."""
     n, means, truth, detections = len(data.val), defaultdict(float), [], []
     for first in range(0, n, c.batch_size):
-        rows = [(row, None) for row in range(first, min(first + c.batch_size, n))]
+        rows = [(row, None) for row in range(n)[first:first + c.batch_size]]
         images, mask, targets = load_batch(data.val, rows, device)
         outputs = model(images, mask)
         for name, x in set_loss(outputs, targets, c).items():
@@ -1116,7 +1115,7 @@ def find(model, image, target, threshold):
     found = post_process(outputs, [target])  # one for each query
     best = np.argmax([one['score'] for one in found])
     h, w = outputs['grid']
-    seen = x[0, :, np.argmax(scores), :h * w].abs().mean(0).view(1, 1, h, w)  # mean of the heads
+    seen = x[0, :, best, :h * w].abs().mean(0).view(1, 1, h, w)  # the mean of the heads
     seen = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
     found = sorted(found, key=lambda one: -one['score'])
     return [one for one in found if one['score'] >= threshold], seen / seen.max().clip(1e-12)
@@ -1189,10 +1188,8 @@ def detect(c):
         image = to_tensor(photo, model.config.image_size)
         target = dict(image_id=path, orig_size=photo.size[::-1])
         answers[path], seen = find(model, image, target, c.threshold)
-        if answers[path]:
-            print(f'{path}: score, class, left, top, width, height in pixels')
-        else:
-            print(f'{path}: nothing has a score of --threshold {c.threshold:g}')
+        print(f'{path}: {len(answers[path])} found with --threshold {c.threshold:g}; score, class, '
+              'left, top, width, height in pixels')
         for one in answers[path]:
             name, box = meta['classes'][one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{x:7.0f}' for x in box))
@@ -1261,9 +1258,9 @@ def load_weights(model, path):
     if wrong:
         fail(f'--init {path} does not fit: {", ".join(wrong[:5])}')
     model.load_state_dict(fits, strict=False)
-    # transformer.decoder stands for all of its layers
-    missing = dict.fromkeys(name.partition('.layers')[0] for name in own if name not in fits)
-    print(f'init    {path}; not in it, or of another size: {", ".join(missing) or "none"}')
+    # of transformer.decoder.layers.0.linear1.weight only the part before .layers is said
+    missing = {name.partition('.layers')[0] for name in own if name not in fits}
+    print(f'init    {path}; not in it, or of another size: {", ".join(sorted(missing)) or "none"}')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
