@@ -82,7 +82,7 @@ def fail(message):
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
 # k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). is_self: self-attention.
 
-# A row is (prox, size) of a penalty for which penalty(s x) = s penalty(x) if s > 0.
+# A penalty must grow as x does: penalty(s x) = s penalty(x) for s > 0. Its row is (prox, size):
 #     prox(a, t) is the z that minimises t penalty(z) + ||z - a||^2 / 2
 #     size(q K^T).max() is the smallest lambda / 2 for which x is 0
 PENALTY = {
@@ -94,18 +94,19 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     """argmin_x ||q - x^T K||^2 + lambda penalty(x) + e ||x||^2, by ADMM -> x  [OA Eq. 2]
 
     `vanilla` takes the N x N inverse: the same x up to rounding.
-    [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero; rho and e
-    are --rho and --ridge times K^T K's mean eigenvalue. So scaling q or k only scales x. Gradients
-    flow through these three, too.
-    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA sets x_ii
-    to 0 and clamps x after (3a), and then ADMM need not converge; here (3b) does both, to z. We
-    over-relax, which saves iterations, and return z, not x: its zeros are exact.
+    [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
+    are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
+    Gradients flow through these three, too.
+    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA changes x
+    after (3a): it sets x_ii to 0 and clamps x. Then ADMM need not converge; here (3b) does both, to
+    z. We over-relax, which saves iterations. We return z, not x: its zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
     largest = size(without_self(products, is_self)).amax(-1, keepdim=True)  # (B, nh, Q, 1)
     unit = mean_eigenvalue(k)  # (B, nh, 1, 1)
-    lam, rho, e = 2 * c.sparsity * largest, c.rho * unit, c.ridge * unit
+    lam = 2 * c.sparsity * largest
+    rho, e = c.rho * unit, c.ridge * unit
     t = lam / (2 * rho)
     if vanilla:
         inverse = vanilla_inverse(k, rho)
@@ -132,10 +133,10 @@ def l2(q, k, c, is_self=False):
     [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
     e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # a smaller one is lost in rounding
     x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # to have x_ii = 0, subtract a multiple of row i of the inverse (Lagrange)
+    if is_self:  # by Lagrange, the best x_i with x_ii = 0 is x_i + factor * row i of the inverse
         rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
-        factor = x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
-        x = without_self(x - factor.unsqueeze(-1) * rows, is_self)
+        factor = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
+        x = without_self(x + factor.unsqueeze(-1) * rows, is_self)
     return x
 
 def ridge_matrix(k, shift):
@@ -176,8 +177,6 @@ def add_random(tokens, random):
 
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
-
-    `mix` does the work; pictures need `coefficients`. A subclass may change both, and `heads`.
     [choice] No output projection, but --out-proj adds one."""
     def __init__(self, c, is_self=False):
         super().__init__()
@@ -189,14 +188,14 @@ class Attention(nn.Module):
         return [x.unflatten(2, (self.config.nheads, -1)).transpose(1, 2) for x in qkv]
 
     def coefficients(self, q, k, v, padding):
-        """x (B, nh, Q, N)."""
+        """softmax's x (B, nh, Q, N), which pictures need."""
         scores = q @ k.mT / math.sqrt(q.size(-1))
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None], -math.inf)
         return scores.softmax(-1)
 
     def mix(self, q, k, v, padding):
-        """x^T V (B, nh, Q, hs), with a fused kernel, which never makes x."""
+        """x^T V (B, nh, Q, hs). The fused kernel never makes x."""
         mask = None if padding is None else ~padding[:, None, None]  # (B, 1, 1, N)
         dropout = self.config.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
@@ -232,9 +231,9 @@ class Reconstruction(Attention):
         """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
         [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x."""
         tokens = k if self.config.rebuild_from == 'keys' else v
-        hide = torch.zeros(len(k), 1, k.size(2), 1, dtype=torch.bool, device=k.device)
-        if padding is not None:
-            hide = padding[:, None, :, None]  # (B, 1, N, 1)
+        if padding is None:
+            padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
+        hide = padding[:, None, :, None]  # (B, 1, N, 1)
         tokens = tokens.masked_fill(hide, 0)
         if self.config.centre:
             mean = tokens.sum(2, keepdim=True) / (~hide).sum(2, keepdim=True)
@@ -254,7 +253,9 @@ class Reconstruction(Attention):
             x = F.dropout(x, self.config.dropout, self.training)  # [choice] as softmax has it
             if self.config.mix_random:
                 v = add_random(v, self.random)
-            return x[..., :v.size(2)] @ v
+            else:
+                x = x[..., :v.size(2)]  # what random tokens take is lost
+            return x @ v
 
 # To try your own problem, write a function like l2, and add a row like l2's. Then:
 # --cross-attention NAME. Padded tokens in `k` are zero, and their x must be zero; random tokens
@@ -314,9 +315,9 @@ class Config:
     learning_rate: float = 1e-3    # at its peak
     lr_backbone_ratio: float = 1.0  # the backbone's rate / learning_rate
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
-    schedule: Literal['cosine', 'step'] = 'cosine'  # after warmup
+    schedule: Literal['cosine', 'step'] = 'cosine'  # after warmup; step: see warmdown_iters
     warmup_iters: int = 100        # steps until the rate is at its peak; fewer for a short trial
-    warmdown_iters: int = 0        # step: steps at the end, at a tenth of the rate
+    warmdown_iters: int = 0        # of schedule step: the last steps, at a tenth of the rate
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations and checkpoints; 0: only at the end
@@ -335,7 +336,7 @@ class Config:
     threshold: float = 0.5         # lowest score to show
 
     def __post_init__(self):
-        if self.hidden_dim % self.nheads or self.hidden_dim % 4:  # positions are four parts
+        if self.hidden_dim % self.nheads or self.hidden_dim % 4:  # sine_positions has four parts
             fail(f'--hidden-dim {self.hidden_dim} must be a multiple of 4 and of --nheads')
 
 CHOICES = {  # flags whose values are the rows of a table
@@ -372,8 +373,10 @@ class FrozenBatchNorm2d(nn.Module):
     """Batch norm whose four vectors never change."""
     def __init__(self, channels):
         super().__init__()
-        for name, value in dict(weight=1.0, bias=0.0, running_mean=0.0, running_var=1.0).items():
-            self.register_buffer(name, torch.full((channels,), value))
+        self.register_buffer('weight', torch.ones(channels))
+        self.register_buffer('bias', torch.zeros(channels))
+        self.register_buffer('running_mean', torch.zeros(channels))
+        self.register_buffer('running_var', torch.ones(channels))
 
     def forward(self, x):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
@@ -424,13 +427,13 @@ class SmallBackbone(nn.Sequential):
 
     def __init__(self, stride):
         super().__init__()
-        halvings, c_in = int(math.log2(stride)), 3
+        widths = [3, 32, 64, 96, 96, 96, 96]
+        halvings = int(math.log2(stride))
         for i in range(halvings + 1):
-            c_out, step = min(32 * (i + 1), 96), 2 if i < halvings else 1
-            self.append(nn.Conv2d(c_in, c_out, 3, step, 1, bias=False))
-            self.append(nn.GroupNorm(8, c_out))
+            step = 2 if i < halvings else 1
+            self.append(nn.Conv2d(widths[i], widths[i + 1], 3, step, 1, bias=False))
+            self.append(nn.GroupNorm(8, widths[i + 1]))
             self.append(nn.ReLU())
-            c_in = c_out
 
 def sine_positions(inside, channels):
     """inside (B, h, w), False on padding -> (B, h w, channels). y and x are scaled to 2 pi. Half of
@@ -512,14 +515,14 @@ class DETR(nn.Module):
     def init_parameter(self, name, p):
         """Initialise p from the seed and its name alone: what variants share starts equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        weight = p  # or, for a bias, the weight beside it
-        if name.endswith('.bias'):
+        weight = p
+        if name.endswith('.bias'):  # it is drawn like the weight beside it
             weight = self.get_parameter(name.removesuffix('bias') + 'weight')
         if name == 'query_embed.weight':
             p.normal_(generator=generator)
         elif name.endswith('out_proj.bias'):
             p.zero_()
-        elif weight.dim() > 1:  # not of a norm, which stays as it is
+        elif weight.dim() > 1:  # norms, which have no matrix, stay as they are
             fan_out, fan_in = len(weight), weight[0].numel()
             bound = fan_in ** -0.5  # PyTorch's default
             if name.startswith('transformer') and p is weight:
@@ -529,7 +532,8 @@ class DETR(nn.Module):
     def encode(self, images, mask=None):
         """-> memory and positions (B, N, C), padding (B, N) or None, grid (h, w); N is h w."""
         x = self.input_proj(self.backbone[0].body(images))  # (B, C, h, w)
-        grid, padding = x.shape[2:], None
+        grid = x.shape[2:]
+        padding = None
         inside = torch.ones(len(x), *grid, dtype=torch.bool, device=x.device)
         if mask is not None:
             inside = ~F.interpolate(mask[None].float(), grid)[0].bool()  # (B, h, w)
@@ -605,7 +609,8 @@ class Drawings:
         """What a drawing shows."""
         rng = rng or stream('validation', row)
         boxes = []  # centre and size, 0 to 1
-        for size in rng.uniform(0.18, 0.5, (rng.integers(1, 5), 2)):
+        n = rng.integers(1, 5)
+        for size in rng.uniform(0.18, 0.5, (n, 2)):
             for centre in rng.uniform(size / 2, 1 - size / 2, (10, 2)):  # ten attempts
                 box = [*centre.tolist(), *size.tolist()]
                 if not any(overlap(box, other) for other in boxes):
@@ -630,8 +635,8 @@ class Drawings:
             y = ((grid - cy) / h + 0.5)[:, None]
             ink = rng.permutation([0.1, rng.random(), 0.9])
             tip = rng.uniform(0.2, 0.8)
-            inside = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5) & shapes[label](x, y, tip)
-            image[:, inside] = ink[:, None]
+            box = (abs(x - 0.5) <= 0.5) & (abs(y - 0.5) <= 0.5)
+            image[:, box & shapes[label](x, y, tip)] = ink[:, None]
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
 
@@ -657,7 +662,7 @@ def to_tensor(photo, image_size, share=1.0):
     """Pillow's image -> (3, H, W), normalised. The shorter side becomes share * image_size; less
     where the longer one would have more than 5/3 of image_size (1333 for 800, as in DETR)."""
     short, long = sorted(photo.size)
-    limit = 5 * image_size // 3 * short / long
+    limit = (5 * image_size // 3) * short / long
     side = max(1, round(min(image_size * share, limit)))
     other = int(side * long / short)
     size = (side, other) if photo.width < photo.height else (other, side)
@@ -668,7 +673,8 @@ class Objects:
     """Photos and what they show, as prepare_data.py lists them in COCO's form."""
     def __init__(self, file, image_size, bits):
         content = json.loads(file.read_text('utf-8'))
-        self.images, self.image_size, self.bits = content['images'], image_size, bits
+        self.images = content['images']
+        self.image_size, self.bits = image_size, bits
         self.annotations = defaultdict(list)  # {image id: its objects}
         for one in content['annotations']:
             self.annotations[one['image_id']].append(one)
@@ -680,7 +686,8 @@ class Objects:
         """What a photo shows. labels and boxes, to learn from, have no empty boxes and no crowds
         (many objects in one box), and boxes end at the photo's edges. annotations have all."""
         image = self.images[row]
-        W, H, annotations = image['width'], image['height'], self.annotations[image['id']]
+        W, H = image['width'], image['height']
+        annotations = self.annotations[image['id']]
         labels, boxes = [], []
         for one in annotations:
             x, y, w, h = one['bbox']
@@ -724,7 +731,8 @@ def read_meta(name, *kinds):
 def load_data(c):
     """c.data -> data sets train and val, and meta: classes, checksum."""
     if c.data == 'builtin':
-        train, val = Drawings(10 ** 6, c.image_size), Drawings(c.eval_rows or 200, c.image_size)
+        train = Drawings(10 ** 6, c.image_size)
+        val = Drawings(c.eval_rows or 200, c.image_size)
         meta = dict(classes=[*SHAPES], checksum=zlib.crc32(repr([*SHAPES]).encode()))
         return SimpleNamespace(train=train, val=val, meta=meta)
     folder, meta = read_meta(c.data, 'objects')
@@ -733,9 +741,6 @@ def load_data(c):
     val.images = val.images[:c.eval_rows or None]
     if not any(len(val.target(row)['labels']) for row in range(len(val))):
         fail(f'--data {c.data}: the first {len(val)} validation photos show no object')
-    most = max(len(objects) for objects in train.annotations.values())
-    if most > c.num_queries:
-        print(f'note    a photo shows {most} objects, more than --num-queries {c.num_queries} find')
     return SimpleNamespace(train=train, val=val, meta=meta)
 
 # ------------------------------------ matching and losses ------------------------------------
@@ -754,14 +759,11 @@ def assign(cost):
     for row in range(n):
         length = cost[row].copy()  # of the cheapest chain yet that ends in each column
         before = np.full(m, -1)    # the column ahead of it in that chain
-        changed = True
-        while changed:
-            changed = False
+        for _ in range(row):  # a chain takes each of `row` columns once at most
             for j in np.flatnonzero(owner >= 0):  # its owner moves to another column
                 through = length[j] - cost[owner[j], j] + cost[owner[j]]
                 cheaper = through < length - margin
                 length[cheaper], before[cheaper] = through[cheaper], j
-                changed |= cheaper.any()
         j = np.where(owner < 0, length, np.inf).argmin()
         while before[j] >= 0:  # every row in the chain moves
             owner[j], j = owner[before[j]], before[j]
@@ -815,9 +817,9 @@ def set_loss(outputs, targets, c):
     layer, unweighted. class_error: the % of matched queries whose class is wrong there.
     [deviation] Each micro-batch is divided by its own objects and class weights, so 2 x 16 images
     are not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes."""
-    layers = [outputs, *outputs['aux_outputs']]  # the last one first
-    logits = torch.stack([layer['pred_logits'] for layer in layers])  # (L, B, Q, classes + 1)
-    boxes = torch.stack([layer['pred_boxes'] for layer in layers])  # (L, B, Q, 4)
+    outs = [outputs, *outputs['aux_outputs']]  # of the L layers; number 0 is the last one
+    logits = torch.stack([out['pred_logits'] for out in outs])  # (L, B, Q, classes + 1)
+    boxes = torch.stack([out['pred_boxes'] for out in outs])  # (L, B, Q, 4)
     labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
     true_boxes = torch.cat([target['boxes'] for target in targets]).to(logits.device)  # (T, 4)
     counts = [len(target['labels']) for target in targets]
@@ -833,12 +835,12 @@ def set_loss(outputs, targets, c):
     loss_giou = 1 - generalized_box_iou(boxes, true_boxes)  # (pairs,)
 
     # cross-entropy is divided by the sum of its weights, the others by the number of objects
-    matched = sum(min(n, c.num_queries) for n in counts)  # in a layer
-    total_weight = matched + c.eos_coef * (len(counts) * c.num_queries - matched)
+    matched = len(obj) // len(outs)  # pairs in each layer
+    total_weight = matched + c.eos_coef * (classes[0].numel() - matched)
     num_boxes = max(1, sum(counts))
     loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
             + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
-    last = layer == 0  # (pairs,)
+    last = layer == 0  # whether a pair is of the last layer
     right = (logits[places].argmax(-1) == labels) & last
     return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
                 loss_bbox=(loss_bbox.sum(-1) * last).sum() / num_boxes,
@@ -903,29 +905,28 @@ def coco_ap(ground_truth, detections):
 
     ground_truth: {annotations: [{image_id, category_id, bbox, iscrowd}]}; detections: [{image_id,
     category_id, bbox, score}]; bbox: left, top, width, height in pixels: COCO's json form.
-    pycocotools, which has AP by size, too (OA's Tables 1 and 2), gives the same, but -1 for nan,
-    and never matches annotation id 0."""
-    truth, found = defaultdict(list), defaultdict(list)  # by category
-    for one in ground_truth['annotations']:
-        truth[one['category_id']].append(one)
-    for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
-        found[one['category_id']].append(one)
-    AP = np.full((len(IOUS), len(truth)), np.nan)
-    for k, category in enumerate(sorted(truth)):
-        objects, in_image = truth[category], defaultdict(list)
+    pycocotools gives the same. It has AP by size, too (OA's Tables 1 and 2)."""
+    truth = ground_truth['annotations']
+    detections = sorted(detections, key=lambda one: (-one['score'], one['image_id']))
+    AP = []  # of each category, at ten IoUs
+    for category in sorted({one['category_id'] for one in truth if not one['iscrowd']}):
+        objects = [one for one in truth if one['category_id'] == category]
+        found = [one for one in detections if one['category_id'] == category]
+        in_image = defaultdict(list)  # {image_id: indices in objects}
         for i, one in enumerate(objects):
             in_image[one['image_id']].append(i)
         overlaps, kept = [], defaultdict(int)  # at most 100 detections in an image
-        for one in found[category]:
+        for one in found:
             kept[one['image_id']] += 1
             if kept[one['image_id']] <= 100:
                 overlaps.append({i: box_iou(one, objects[i]) for i in in_image[one['image_id']]})
         wanted = sum(not one['iscrowd'] for one in objects)
-        if wanted:
-            AP[:, k] = [average_precision(match_detections(overlaps, objects, iou), wanted)
-                        for iou in IOUS]
-    return {name: math.nan if np.isnan(x).all() else float(np.nanmean(x))
-            for name, x in dict(AP=AP, AP50=AP[0], AP75=AP[5]).items()}
+        AP.append([average_precision(match_detections(overlaps, objects, least), wanted)
+                   for least in IOUS])
+    if not AP:
+        return dict(AP=math.nan, AP50=math.nan, AP75=math.nan)
+    AP = np.stack(AP, axis=1)  # (10, categories)
+    return dict(AP=AP.mean().item(), AP50=AP[0].mean().item(), AP75=AP[5].mean().item())
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, meta):
@@ -985,7 +986,7 @@ def evaluate(model, data, c, device):
     objects, so the losses depend a little on --batch-size."""
     n, means, truth, detections = len(data.val), defaultdict(float), [], []
     for first in range(0, n, c.batch_size):
-        rows = [(row, None) for row in range(first, min(first + c.batch_size, n))]
+        rows = [(row, None) for row in range(n)[first:first + c.batch_size]]
         images, mask, targets = load_batch(data.val, rows, device)
         outputs = model(images, mask)
         for name, x in set_loss(outputs, targets, c).items():
@@ -1055,7 +1056,7 @@ def train(c, folder=None, data=None):
     def make_batches(step):  # this process's share
         return [get_batch(data, c, step, micro_step, device)
                 for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
-    coming = POOL.submit(make_batches, step)  # a thread makes the next step's batches meanwhile
+    coming = POOL.submit(make_batches, step)  # a thread makes them while the model trains
     while True:
         # the checkpoint comes before the evaluation, which a resumed run repeats
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
@@ -1089,8 +1090,7 @@ def train(c, folder=None, data=None):
         for group in optimizer.param_groups:
             group['lr'] = group['ratio'] * get_lr(step, c)
         batches = coming.result()
-        if step + 1 < c.max_iters:
-            coming = POOL.submit(make_batches, step + 1)
+        coming = POOL.submit(make_batches, step + 1)
         losses.append(train_step(net, batches, c, optimizer, scaler, autocast))
         seconds += time.perf_counter() - start
         step += 1
@@ -1113,9 +1113,9 @@ def find(model, image, target, threshold):
     q, k, v, padding = inputs
     x = attn.coefficients(*attn.heads(q, k, v), padding)  # (1, nh, Q, N or more)
     found = post_process(outputs, [target])  # one for each query
-    scores = [one['score'] for one in found]
+    best = np.argmax([one['score'] for one in found])
     h, w = outputs['grid']
-    seen = x[0, :, np.argmax(scores), :h * w].abs().mean(0).view(1, 1, h, w)  # mean of the heads
+    seen = x[0, :, best, :h * w].abs().mean(0).view(1, 1, h, w)  # the mean of the heads
     seen = F.interpolate(seen, image.shape[1:])[0, 0].cpu().numpy()  # (H, W)
     found = sorted(found, key=lambda one: -one['score'])
     return [one for one in found if one['score'] >= threshold], seen / seen.max().clip(1e-12)
@@ -1156,7 +1156,8 @@ def chance(targets):
 
 def report(c, model, log, folder, data):
     """Print the result beside a yardstick; draw the curves, and what the best weights find."""
-    guess, last = chance([data.val.target(row) for row in range(len(data.val))]), log[-1]
+    guess = chance([data.val.target(row) for row in range(len(data.val))])
+    last = log[-1]
     print(f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f} on {len(data.val)} images '
           f"(another image's objects: {guess['AP']:.3f}, {guess['AP50']:.3f})")
     draw_curves(folder, log, {'training loss': 'loss', 'validation loss': 'val_loss',
@@ -1187,10 +1188,8 @@ def detect(c):
         image = to_tensor(photo, model.config.image_size)
         target = dict(image_id=path, orig_size=photo.size[::-1])
         answers[path], seen = find(model, image, target, c.threshold)
-        if answers[path]:
-            print(f'{path}: score, class, left, top, width, height in pixels')
-        else:
-            print(f'{path}: nothing has a score of --threshold {c.threshold:g}')
+        print(f'{path}: {len(answers[path])} found with --threshold {c.threshold:g}; score, class, '
+              'left, top, width, height in pixels')
         for one in answers[path]:
             name, box = meta['classes'][one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{x:7.0f}' for x in box))
@@ -1259,9 +1258,9 @@ def load_weights(model, path):
     if wrong:
         fail(f'--init {path} does not fit: {", ".join(wrong[:5])}')
     model.load_state_dict(fits, strict=False)
-    # transformer.decoder stands for all of its layers
-    missing = dict.fromkeys(name.partition('.layers')[0] for name in own if name not in fits)
-    print(f'init    {path}; not in it, or of another size: {", ".join(missing) or "none"}')
+    # of transformer.decoder.layers.0.linear1.weight only the part before .layers is said
+    missing = {name.partition('.layers')[0] for name in own if name not in fits}
+    print(f'init    {path}; not in it, or of another size: {", ".join(sorted(missing)) or "none"}')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
