@@ -98,14 +98,14 @@ def parse_masks(masks):
     """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]."""
     parsed = []
     for term in masks.split('+'):
+        kind, _, n = term.partition(':')
         if term in NAMED:
             parsed += parse_masks(NAMED[term])
-            continue
-        kind, _, n = term.partition(':')
-        if kind not in KINDS or not n.isdecimal():
+        elif kind in KINDS and n.isdecimal():
+            parsed.append((kind, int(n)))
+        else:
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
             fail(f'--masks {masks}: {term!r} is none of {", ".join(choices)}')
-        parsed.append((kind, int(n)))
     return parsed
 
 def check_masks(masks):
@@ -231,9 +231,10 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
 
 def blocks_help(masks, reading, T):
     """Whether blocked_attention gives what dense_attention gives, and faster."""
-    if reading not in IN_BLOCKS or not reach(masks):
+    sizes = reach(masks)
+    if reading not in IN_BLOCKS or sizes is None:
         return False
-    window, first = reach(masks)
+    window, first = sizes
     keys = 2 * max(16, window) + first  # a block takes at most these
     return keys < 0.6 * T  # where it was faster on a CPU
 
