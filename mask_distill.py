@@ -21,8 +21,8 @@ sections; we count them.
     [MA Sec. 1.4]  masks for nn.MultiheadAttention                           attn_mask
 
 MA does not say how W enters attention: READINGS has three ways. The default is softmax(S + log W),
-where S are the scores. It does not change if all c_k are halved. So L1 makes all of them smaller
-without changing the KL, and every alpha keeps falling, as MA observed.
+where S are the scores. If all c_k are halved, this softmax stays the same. So an L1 penalty lowers
+all c_k at no cost in KL, and every alpha keeps falling, as MA observed.
 
     python mask_distill.py                              # a teacher, then a student: a minute
     python mask_distill.py --masks last5                # another student of the same teacher
@@ -33,8 +33,8 @@ without changing the KL, and every alpha keeps falling, as MA observed.
     python mask_distill.py --help                       # every setting
 
 The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text it
-has 0.999 times its teacher's accuracy, and the cosine of their gradients is 0.984: two goals are
-met, and two missed, one with a KL of 0.0105. (One seed, on the library of Python 3.11.)
+has 0.999 times its teacher's accuracy, and the cosine of their gradients is 0.984: both goals are
+met. Its KL of 0.0105 and its attention matrices miss theirs. (One seed; Python 3.11's library.)
 """
 import argparse
 import copy
@@ -79,7 +79,7 @@ def fail(message):
 # ------------------------------------ MA's method ------------------------------------
 # A kind of mask, kind:N in --masks, has two functions. The first says whether token i sees token j;
 # masks_at adds j <= i. The second is its reach: how many of the last and of the first tokens it
-# shows at most. blocked_attention takes no others. None: any number, so it is not used.
+# shows at most, or None for any number. blocked_attention takes only masks that have a reach.
 KINDS = {
     'all': (lambda i, j, n: j <= i, None),                         # every token, whatever N is
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
@@ -95,54 +95,56 @@ NAMED = {
 }
 
 def parse_masks(masks):
-    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]. A list is parsed already."""
-    if isinstance(masks, list):
-        return masks
+    """'window:64+sinks:4' -> [('window', 64), ('sinks', 4)]."""
     parsed = []
     for term in masks.split('+'):
+        kind, _, n = term.partition(':')
         if term in NAMED:
             parsed += parse_masks(NAMED[term])
-            continue
-        kind, _, n = term.partition(':')
-        if kind not in KINDS or not n.isdecimal():
+        elif kind in KINDS and n.isdecimal():
+            parsed.append((kind, int(n)))
+        else:
             choices = [*(f'{kind}:N' for kind in KINDS), *NAMED]
             fail(f'--masks {masks}: {term!r} is none of {", ".join(choices)}')
-        check_kind(kind, int(n))
-        parsed.append((kind, int(n)))
     return parsed
 
-def check_kind(kind, n):
-    """If a kind of yours does not work, fail now, and not after a teacher's training."""
+def check_masks(masks):
+    """If a kind of yours does not work, stop now, and not after a teacher's training."""
     j = torch.arange(64)
     i = j[:, None]
-    try:
-        mask = masks_at([(kind, n)], i, j)[0]
-        assert mask.dtype == torch.bool, 'its formula must be true or false'
-        last, first = reach([(kind, n)]) or (64, 64)  # None: all of them
-        beyond = mask & (i - j >= last) & (j >= first)
-        assert not beyond.any(), 'it shows tokens beyond its reach in KINDS'
-    except Exception as error:  # also those of your formula
-        fail(f'--masks {kind}:{n}: {error}')
+    for kind, n in parse_masks(masks):
+        formula, reach_of = KINDS[kind]
+        mask = formula(i, j, n)
+        if mask.dtype != torch.bool:
+            fail(f'--masks {kind}:{n}: its formula in KINDS must be true or false')
+        if reach_of:
+            last, first = reach_of(n)
+            beyond = mask & (j <= i) & (i - j >= last) & (j >= first)
+            if beyond.any():
+                fail(f'--masks {kind}:{n}: it shows tokens beyond its reach in KINDS')
 
 def reach(masks):
     """How many of the last and of the first tokens the masks can show, or None: any number."""
-    if None in [KINDS[kind][1] for kind, _ in masks]:
+    kinds = parse_masks(masks)
+    if None in [KINDS[kind][1] for kind, _ in kinds]:
         return None
-    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in masks)]  # (1, 0): a token itself
+    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in kinds)]  # (1, 0): a token itself
     return max(last for last, _ in sizes), max(first for _, first in sizes)
 
 def masks_at(masks, i, j):
     """The K masks M_k, each (..., Tq, T): does token i (..., Tq, 1) see token j (..., 1, T)?"""
+    kinds = parse_masks(masks)
     causal = (0 <= j) & (j <= i)  # in blocked_attention, j < 0 is no token
-    M = [KINDS[kind][0](i, j, n) & causal for kind, n in masks]
+    M = [KINDS[kind][0](i, j, n) & causal for kind, n in kinds]
     shown = torch.zeros_like(causal)  # by masks other than sinks
-    for m, (kind, _) in zip(M, masks):
+    for m, (kind, _) in zip(M, kinds):
         if kind != 'sinks':
             shown = shown | m
-    return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, masks)]
+    return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, kinds)]
 
 def log_coefficients(alpha):
-    """log c_k of c_k = sigmoid(alpha_k), (K,): under L1 c_k itself would end as 0.  [MA Sec. 3]
+    """alpha (K,) -> log c_k (K,), where c_k = sigmoid(alpha_k).  [MA Sec. 3]
+    L1 can make c_k too small for a float, but not its logarithm.
     [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. The KL then has
     no gradient for its alpha. It opens again only if the largest c_k falls."""
     log_c = F.logsigmoid(alpha)
@@ -182,9 +184,8 @@ IN_BLOCKS = {'renormalised', 'separate'}  # what blocks can take: unnormalised n
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (..., Tq, hs), k (..., T, hs) -> attention weights (..., Tq, T). log_c (K,): by default all
     c_k are 1. i (..., Tq), j (..., T): positions of q and k, by default 0, 1, ..."""
-    masks = parse_masks(masks)
     if log_c is None:
-        log_c = torch.zeros(len(masks), device=q.device)
+        log_c = torch.zeros(len(parse_masks(masks)), device=q.device)
     if i is None:
         i = j = torch.arange(k.size(-2), device=k.device)
     i, j = i[..., None], j[..., None, :]  # (..., Tq, 1), (..., 1, T)
@@ -204,10 +205,10 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
         queries               q q q
         keys      f     k k k k k k
     """
-    masks = parse_masks(masks)
     B, nh, T, hs = q.shape
     window, first = [min(size, T) for size in reach(masks)]
-    b = min(block or max(16, min(window, 128)), T)  # by default about a window
+    b = block or max(16, min(window, 128))  # queries in a block: by default about a window
+    b = min(b, T)
     n = math.ceil(T / b)  # number of blocks
     padding = n * b - T  # after the last token
     # Positions, a row for each block. j < 0 is no token: before the text, and where a first token
@@ -230,9 +231,10 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
 
 def blocks_help(masks, reading, T):
     """Whether blocked_attention gives what dense_attention gives, and faster."""
-    if reading not in IN_BLOCKS or not reach(masks):
+    sizes = reach(masks)
+    if reading not in IN_BLOCKS or sizes is None:
         return False
-    window, first = reach(masks)
+    window, first = sizes
     keys = 2 * max(16, window) + first  # a block takes at most these
     return keys < 0.6 * T  # where it was faster on a CPU
 
@@ -241,7 +243,7 @@ def attn_mask(masks, log_c, T):
     default reading.  [MA Sec. 1.4]"""
     j = torch.arange(T, device=log_c.device)
     i = j[:, None]
-    return log_mixture(log_c, masks_at(parse_masks(masks), i, j), i, j)
+    return log_mixture(log_c, masks_at(masks, i, j), i, j)
 
 def token_kl(teacher_logits, logits):
     """Logits (B, T, V) -> KL(teacher || student) of each token (B, T), in nats.  [MA Sec. 2.1]"""
@@ -251,9 +253,11 @@ def token_kl(teacher_logits, logits):
 @torch.no_grad()
 def kept_pairs(masks, alphas, T):
     """The share of the pairs j <= i that tokens see, averaged over layers."""
-    pairs = T * (T + 1) / 2
-    seen = [attn_mask(masks, log_coefficients(alpha), T).isfinite().sum() for alpha in alphas]
-    return sum(count.item() / pairs for count in seen) / len(alphas)
+    shares = []
+    for alpha in alphas:
+        seen = attn_mask(masks, log_coefficients(alpha), T).isfinite()
+        shares.append(seen.sum().item() / (T * (T + 1) / 2))
+    return sum(shares) / len(shares)
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -300,7 +304,7 @@ class Config:
     # sample, criteria
     folder: str = ''               # a run's folder; default: the newest
     judge_rows: int = 0            # criteria: validation sequences to judge on; 0: all
-    prompt: str = '\n'             # text to continue, or FILE:notes.txt, or MA: its seven prompts
+    prompt: str = '\n'             # text to continue, or FILE:notes.txt
     num_samples: int = 1           # continuations
     new_tokens: int = 100          # in each
     temperature: float = 0.8       # 0 takes the likeliest token
@@ -308,7 +312,7 @@ class Config:
 
     def __post_init__(self):
         if self.masks:  # a teacher has ''
-            parse_masks(self.masks)  # fails if they are wrong
+            check_masks(self.masks)
         if not self.init and self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
 
@@ -353,10 +357,10 @@ class SelfAttention(nn.Module):
         self.n_head, self.reading = c.n_head, c.reading
         self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
         self.c_proj = Conv1D(c.n_embd, c.n_embd)
-        self.masks = parse_masks(c.masks or 'all:1')
+        self.masks = c.masks or 'all:1'
         self.alpha = None
         if c.masks:  # [choice] all masks start alike, with c_k = 1/2
-            self.alpha = nn.Parameter(torch.zeros(len(self.masks)))
+            self.alpha = nn.Parameter(torch.zeros(len(parse_masks(c.masks))))
 
     def qkv(self, x):
         """x (B, T, C) -> q, k, v, each (B, nh, T, hs)."""
@@ -528,10 +532,11 @@ def find_teacher(c, data):
     else:
         file = train_teacher(c, data)['folder'] / 'best.pt'
     teacher, _, _ = load_pair(file)
-    wanted = replace(c, vocab_size=c.vocab_size or data.meta['vocab_size'])
-    for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size'):
-        found, size = getattr(teacher.config, name), getattr(wanted, name)
-        if size not in (found, getattr(Config, name)):  # a default fits any file
+    wanted = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                  vocab_size=c.vocab_size or data.meta['vocab_size'])
+    for name, size in wanted.items():
+        found = getattr(teacher.config, name)
+        if size not in (found, getattr(Config, name)):  # a default takes what the file has
             fail(f'{file} has {name} {found}, not {size}')
     if c.block_size > teacher.config.block_size:
         fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
@@ -557,11 +562,11 @@ def get_batch(data, c, step, micro_step, device):
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
     rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: NumPy drops a last 0
-    starts = rng.integers(c.samples or n, size=size)
-    if c.samples:  # these were indices of samples, whose starts are the same in every step
+    drawn = rng.integers(c.samples or n, size=size)[micro_step]
+    if c.samples:  # numbers of samples: where these start is the same in every step
         rng = np.random.default_rng([zlib.crc32(b'samples'), c.seed, 1])
-        starts = rng.integers(n, size=c.samples)[starts]
-    return windows(data.train, starts[micro_step], c, device)
+        drawn = rng.integers(n, size=c.samples)[drawn]
+    return windows(data.train, drawn, c, device)
 
 def loss_of(net, teacher, batch, c):
     """A teacher's cross-entropy; a student's KL and L1 on the coefficients [MA Sec. 2.5].
@@ -616,7 +621,7 @@ def meets(name, value):
 def look_inside(model, x, y):
     """x and y (B, T) -> log-probabilities (B, T, V), their summed cross-entropy, its gradient for
     c_attn and c_proj of all layers, and every layer's attention weights (B, nh, T, T)."""
-    params = [p.requires_grad_() for name, p in model.named_parameters() if '.attn.c_' in name]
+    params = [p for name, p in model.named_parameters() if '.attn.c_' in name]
     maps = []
     log_p = F.log_softmax(model(x, maps=maps), dim=-1)
     nll = F.nll_loss(log_p.flatten(0, 1), y.flatten(), reduction='sum')
@@ -626,8 +631,7 @@ def look_inside(model, x, y):
 def measure(model, teacher, batches):
     """How close a student is to its teacher on batches of (x, y), both (B, T): CRITERIA's figures,
     how many meet their goal, and both perplexities.  [MA Sec. 2.4]"""
-    # copies, since look_inside changes which parameters have gradients
-    nets = [copy.deepcopy(net).requires_grad_(False) for net in (teacher, model)]
+    nets = [copy.deepcopy(net).requires_grad_() for net in (teacher, model)]  # all have gradients
     tokens = pairs = right = nll = gradient = kl = squares = 0
     for x, y in batches:
         both = [look_inside(net, x, y) for net in nets]
@@ -639,7 +643,7 @@ def measure(model, teacher, batches):
         gradient += torch.stack([net.gradient for net in both])
         kl += (theirs.log_p.exp() * (theirs.log_p - ours.log_p)).sum()
         for P, Q in zip(theirs.maps, ours.maps):  # (B, nh, T, T)
-            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T); for the same last bits
+            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T), as in the recorded sums
             squares += gap.square().sum()
             pairs += y.numel() * P.size(1) * (P.size(2) + 1) / 2  # j <= i
     metrics = dict(
@@ -749,17 +753,16 @@ def train(c, folder=None, data=None, teacher=None):
 # ------------------------------------ report, sample, criteria ------------------------------------
 def report(c, model, log, folder, data):
     """Print the result and draw the run. A student and its teacher also write a text."""
-    curves = {'training loss (nats per token)': 'loss',
-              "validation loss (a student's: KL)": 'val_loss'}
+    draw_curves(folder, log, {'training loss (nats per token)': 'loss',
+                              "validation loss (a student's: KL)": 'val_loss'})
     if not c.masks:
-        print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token (a uniform '
-              f'guess: {math.log(model.config.vocab_size):.3f})')
-        draw_curves(folder, log, curves)
-        return print(f'files   {folder}, whose best.pt --init takes\n')
+        guess = math.log(model.config.vocab_size)
+        return print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token '
+                     f'(a uniform guess: {guess:.3f})\n'
+                     f'files   {folder}, whose best.pt --init takes\n')
     teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
     print_criteria(c, model, teacher, data, log[-1])
-    draw_curves(folder, log, curves)
-    draw_layers(folder, log, len(model.h), parse_masks(c.masks))
+    draw_layers(folder, log, len(model.h), c.masks)
     try:
         print(write_on(replace(c, num_samples=1), teacher, model, data.meta['tokenizer']), '\n')
     except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
@@ -778,7 +781,8 @@ def print_criteria(c, model, teacher, data, trained=None):
     for name, (sign, limit) in CRITERIA.items():
         row = f'{name:9}{sign} {limit:<8g}'
         for value in alone[name], trained[name]:
-            row += f'{value:<#9.3g}{"PASS" if meets(name, value) else "FAIL":11}'
+            verdict = 'PASS' if meets(name, value) else 'FAIL'
+            row += f'{value:<#9.3g}{verdict:11}'
         print(row.rstrip())
     kept = kept_pairs(c.masks, model.alphas(), c.block_size)
     print(f'result  with {kept:.0%} of the token pairs {trained["accuracy"]:.3f} times the '
@@ -793,10 +797,10 @@ def draw_layers(folder, log, n_layer, masks):
         from matplotlib import colormaps, figure
     except ImportError:
         return  # draw_curves has said so
-    picture = figure.Figure(figsize=(5 * len(masks), 4), layout='tight')
-    steps = [row['step'] for row in log]
-    for k, (kind, n) in enumerate(masks, 1):
-        axis = picture.add_subplot(1, len(masks), k, xlabel='step',
+    kinds, steps = parse_masks(masks), [row['step'] for row in log]
+    picture = figure.Figure(figsize=(5 * len(kinds), 4), layout='tight')
+    for k, (kind, n) in enumerate(kinds, 1):
+        axis = picture.add_subplot(1, len(kinds), k, xlabel='step',
                                    title=f'coefficient of the mask {kind}:{n}')
         for layer in range(n_layer):
             axis.plot(steps, [row[f'{layer}.{kind}:{n}'] for row in log], '.-',
@@ -805,30 +809,20 @@ def draw_layers(folder, log, n_layer, masks):
     axis.legend()
     picture.savefig(folder / 'layers.png')
 
-MA_PROMPTS = [
-    'Hello, my name is', 'The meaning of life is', 'In a shocking turn of events,',
-    'The future of artificial intelligence',
-    'In the year 2157, humanity had finally perfected interstellar travel. The first colony ship, '
-    'brimming with hope and thousands of eager settlers',
-    'The scientist stared at the glowing vial on the laboratory table, her fingers trembling with '
-    'anticipation. After years of relentless experimentation',
-    'The detective pushed open the heavy oak door, stepping into a room thick with the scent of '
-    'old books and something more sinister—fear']
-
 def write_on(c, teacher, student, tokenizer):
     """How the teacher and, if any, the student continue --prompt from the same seed, as text."""
     encode, decode = get_tokenizer(tokenizer)
+    prompt = c.prompt
+    if prompt.startswith('FILE:'):  # as in nanoGPT
+        prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
+    idx = torch.tensor([encode(prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
     nets = {'teacher': teacher, 'student': student} if student else {'teacher': teacher}
     texts = []
-    for prompt in MA_PROMPTS if c.prompt == 'MA' else [c.prompt]:
-        if prompt.startswith('FILE:'):  # as in nanoGPT
-            prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
-        idx = torch.tensor([encode(prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
-        for name, net in nets.items():
-            torch.manual_seed(c.seed)
-            for _ in range(c.num_samples):
-                out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
-                texts.append(f'\n{name}: {decode(out)}')
+    for name, net in nets.items():
+        torch.manual_seed(c.seed)
+        for _ in range(c.num_samples):
+            out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
+            texts.append(f'\n{name}: {decode(out)}')
     return '\n'.join(texts)
 
 def sample(c):
@@ -909,7 +903,8 @@ def load_pair(path, device='cpu'):
     return teacher.to(device).eval(), student, saved
 
 def open_run(c):
-    """load_pair of --folder or, without it, of the newest run."""
+    """load_pair of --folder or, without it, of the newest run. It takes the last weights: the best
+    ones were chosen on the text that criteria judges on."""
     file = Path(c.folder, 'ckpt.pt')
     if not c.folder:
         files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
@@ -1014,21 +1009,21 @@ def train_teacher(c, data=None):
     """Train the teacher of c's students, or finish it -> its last metrics, log and folder. The
     settings in TEACHER name its run, so every command that needs this teacher finds it."""
     data = data or load_data(c)
-    changed = {key: x for key, x in vars(c).items() if key in TEACHER and x != getattr(Config, key)}
-    name = run_name('teacher', dict(changed, checksum=data.meta['checksum']))
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
-    own = Config(**{key: getattr(c, key) for key in TEACHER | MACHINE})
-    own = replace(own, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
-                  warmup_iters=c.teacher_warmup, eval_interval=c.eval_interval,
-                  eval_rows=c.eval_rows, folder='', resume=True)
-    root = Path(c.out_dir, SCRIPT)
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / f'{name}.lock', 'w') as file:
+    settings = {key: getattr(c, key) for key in TEACHER}
+    changed = {key: x for key, x in settings.items() if x != getattr(Config, key)}
+    name = run_name('teacher', dict(changed, checksum=data.meta['checksum']))
+    settings.update({key: getattr(c, key) for key in MACHINE | {'eval_interval', 'eval_rows'}})
+    settings.update(masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
+                    warmup_iters=c.teacher_warmup, folder='', resume=True)
+    lock = Path(c.out_dir, SCRIPT, f'{name}.lock')
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, 'w') as file:
         if fcntl and RANK == 0:
             fcntl.flock(file, fcntl.LOCK_EX)  # wait while another command trains this teacher
         meet()
-        own = find_folder(own, name)
-        if own.resume:  # resume_run compares all settings; these two make no other teacher
+        own = find_folder(Config(**settings), name)
+        if own.resume:  # a teacher keeps its own of these two, which resume_run would compare
             then = load(Path(own.folder, 'ckpt.pt'))['settings']
             own = replace(own, eval_interval=then['eval_interval'], eval_rows=then['eval_rows'])
         meet()  # all have found the folder, before the first process makes it
