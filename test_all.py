@@ -1219,11 +1219,10 @@ def test_layers_of_your_own():
             assert len(gates) == 4 and all((p == 3).all() for p in gates), type(net)
 
 def test_optimizers():
-    """Weight decay is for matrices and kernels named `weight` only; in DETR, whose backbone has its
-    own rate, for all; in a student, whose alphas have theirs, for none."""
-    teacher = mask.GPT2(mask_config(masks='')), mask
-    for net, script in [(gpt_model(bias=True), gpt), teacher,
-                        *((vit_model(model=model), vit) for model in VIT_MODELS)]:
+    """Which parameters decay, and which have a learning rate of their own."""
+    teacher = mask.GPT2(mask_config(masks=''))
+    for script, net in [(gpt, gpt_model(bias=True)), (mask, teacher),
+                        *((vit, vit_model(model=model)) for model in VIT_MODELS)]:
         groups = script.make_optimizer(net, script.Config(weight_decay=0.2)).param_groups
         decays = {p: group['weight_decay'] for group in groups for p in group['params']}
         for name, p in net.named_parameters():
@@ -1234,7 +1233,7 @@ def test_optimizers():
     assert (rest['ratio'], backbone['ratio'], rest['weight_decay']) == (1, 0.01, 1e-4)
     assert len(backbone['params']) == len(list(model.backbone.parameters()))
     c = mask_config(weight_decay=0.3, learning_rate=2e-3, alpha_lr=0.2)
-    student = mask.make_student(teacher[0], c)
+    student = mask.make_student(teacher, c)
     adam = mask.make_optimizer(student, c)
     found = {p: (group['peak'], group['weight_decay']) for group in adam.param_groups
              for p in group['params']}
