@@ -759,11 +759,14 @@ def assign(cost):
     for row in range(n):
         length = cost[row].copy()  # of the cheapest chain yet that ends in each column
         before = np.full(m, -1)    # the column ahead of it in that chain
-        for _ in range(row):  # a chain takes each of `row` columns once at most
+        changed = True
+        while changed:
+            changed = False
             for j in np.flatnonzero(owner >= 0):  # its owner moves to another column
                 through = length[j] - cost[owner[j], j] + cost[owner[j]]
                 cheaper = through < length - margin
                 length[cheaper], before[cheaper] = through[cheaper], j
+                changed |= cheaper.any()
         j = np.where(owner < 0, length, np.inf).argmin()
         while before[j] >= 0:  # every row in the chain moves
             owner[j], j = owner[before[j]], before[j]
@@ -906,21 +909,24 @@ def coco_ap(ground_truth, detections):
     ground_truth: {annotations: [{image_id, category_id, bbox, iscrowd}]}; detections: [{image_id,
     category_id, bbox, score}]; bbox: left, top, width, height in pixels: COCO's json form.
     pycocotools gives the same. It has AP by size, too (OA's Tables 1 and 2)."""
-    truth = ground_truth['annotations']
-    detections = sorted(detections, key=lambda one: (-one['score'], one['image_id']))
+    truth, found = defaultdict(list), defaultdict(list)  # by category
+    for one in ground_truth['annotations']:
+        truth[one['category_id']].append(one)
+    for one in sorted(detections, key=lambda one: (-one['score'], one['image_id'])):
+        found[one['category_id']].append(one)
     AP = []  # of each category, at ten IoUs
-    for category in sorted({one['category_id'] for one in truth if not one['iscrowd']}):
-        objects = [one for one in truth if one['category_id'] == category]
-        found = [one for one in detections if one['category_id'] == category]
+    for category, objects in sorted(truth.items()):
+        wanted = sum(not one['iscrowd'] for one in objects)
+        if wanted == 0:
+            continue
         in_image = defaultdict(list)  # {image_id: indices in objects}
         for i, one in enumerate(objects):
             in_image[one['image_id']].append(i)
         overlaps, kept = [], defaultdict(int)  # at most 100 detections in an image
-        for one in found:
+        for one in found[category]:
             kept[one['image_id']] += 1
             if kept[one['image_id']] <= 100:
                 overlaps.append({i: box_iou(one, objects[i]) for i in in_image[one['image_id']]})
-        wanted = sum(not one['iscrowd'] for one in objects)
         AP.append([average_precision(match_detections(overlaps, objects, least), wanted)
                    for least in IOUS])
     if not AP:
