@@ -3124,7 +3124,7 @@ def test_compare_mistakes(tmp_path):
         text('excel').write_text('\ufeff' + rows.replace('True', 'TRUE').replace('False', 'FALSE'),
                                  'utf-8')
         done(compare, *flags, '--sweep', 'gamma=2', '--csv', text('excel'))
-        with patch.object(compare, 'version', lambda script: 'another'):
+        with patch.object(compare, 'blob', lambda path: 'another'):
             refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
         other = types.SimpleNamespace(meta=dict(checksum=8))
         with patch.object(gpt, 'load_data', lambda c: other):
