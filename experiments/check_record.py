@@ -297,7 +297,7 @@ def check_figures(name, text, known, intervals):
             for figure in re.findall(NUMBER, match[0]):
                 places[figure].append(line)
     for figure in sorted({*places, *known}):
-        times, lines = len(places[figure]), {*places[figure]}
+        times, lines = len(places[figure]), dict.fromkeys(places[figure])
         if times != known[figure]:
             yield '\n  '.join([f'{name} has {figure} {times} times, and sources.csv '
                                f'{known[figure]}:', *lines])
