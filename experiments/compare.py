@@ -37,7 +37,7 @@ import signal
 import sys
 import time
 import zlib
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
 from multiprocessing import get_context
@@ -276,13 +276,17 @@ def start_worker(name, extra, threads):
     load(name, extra)
 
 def train_jobs(jobs, o):
-    """Yield each job's row in turn; o.workers processes run at a time."""
+    """Yield each job's row as it finishes; o.workers processes run at a time."""
     if o.workers == 1:
         yield from itertools.starmap(train_one, jobs)
-    else:
-        with ProcessPoolExecutor(o.workers, get_context('spawn'), start_worker,
-                                 (o.script, o.extra, torch.get_num_threads())) as pool:
-            yield from pool.map(train_one, *zip(*jobs))
+        return
+    pool = ProcessPoolExecutor(o.workers, get_context('spawn'), start_worker,
+                               (o.script, o.extra, torch.get_num_threads()))
+    try:
+        for future in as_completed([pool.submit(train_one, *job) for job in jobs]):
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # those not yet begun, if one failed
 
 def find(script, rows, c, role):
     """The row of a run, or None; the first, as another command may have made the same."""
