@@ -1825,7 +1825,8 @@ def test_resume_bit_for_bit(tmp_path):
 def test_runs_are_named_by_their_command(tmp_path):
     """The same command takes the next free name or, with --resume, continues its newest run; it
     starts one where there is none. Other settings or data are refused by name; a field that was
-    added since counts as its default; a removed one is not compared; an edited script gets a note."""
+    added since counts as its default, and one that was removed is not compared; an edited script
+    gets a note."""
     flags = tiny(gpt, tmp_path, *CPU)
     def folder(*more):
         return done(gpt, *flags, *more)['folder']
@@ -2767,7 +2768,7 @@ def test_compare_mistakes(tmp_path):
         text('excel').write_text('\ufeff' + rows.replace('True', 'TRUE').replace('False', 'FALSE'),
                                  'utf-8')
         done(compare, *flags, '--sweep', 'gamma=2', '--csv', text('excel'))
-        with patch.object(compare, 'version', lambda script: 'another'):
+        with patch.object(compare, 'blob', lambda path: 'another'):
             refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
         other = types.SimpleNamespace(meta=dict(checksum=8))
         with patch.object(gpt, 'load_data', lambda c: other):

@@ -25,15 +25,14 @@ attention passes on (see diagnose.py). Needs scipy, and matplotlib for the pictu
 import argparse
 import contextlib
 import csv
-import functools
 import hashlib
 import importlib
-import importlib.util
 import itertools
 import math
 import os
 import platform
 import re
+import runpy
 import signal
 import sys
 import time
@@ -47,7 +46,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 import diagnose
 
 def fail(message):
@@ -64,85 +64,7 @@ try:
 except ImportError:  # Windows has none
     fcntl = None
 
-# ------------------------------------ the documents' tables ------------------------------------
-def rows_of(flag, values):
-    return {value: f'{flag} {value}' for value in values.split()}
-
-PAPERS = rows_of('--attention', 'softmax attentionx belief belief-star')
-DETR = '--self-attention softmax --cross-attention softmax'
-# Optimizing Attention's problem (2) without our options, but over keys: the record's rows
-OWN = DETR + ' --ridge 0 --penalty l1 --no-centre --power 5 --iterations 15'
-HALF = OWN + ' --rho 0.1'  # x is far from solved
-SOLVED = OWN + ' --rho 0.01 --iterations 60'
-# As the paper has it (preset `paper`): over values, with random tokens that have values, clamped
-OA = OWN + ' --rho 0.01 --rebuild-from values --clamp 1 --random-tokens 32 --mix-random'
-TABLES = {  # each row's name, and its flags; of a flag that is given twice, the second counts
-    'attentionx_gpt': {
-        'papers': PAPERS,
-        'record': {
-            **rows_of('--attention', 'softmax attentionx attentionx-learned belief belief-head '
-                                     'belief-star value-skip'),
-            'attentionx-zd': '--attention attentionx --zero-diag'},
-        'factor': {  # the same functions, scaled: a larger step, or a better layer?
-            'softmax': '--attention softmax',
-            'attentionx': '--attention attentionx',
-            'attentionx gamma 2': '--attention attentionx --gamma 2',
-            'attentionx-v1 gamma 1/2': '--attention attentionx-v1 --gamma 0.5',
-            'attentionx-v1 gamma 1/3': f'--attention attentionx-v1 --gamma {1 / 3}',
-            'softmax-scaled gamma 3': '--attention softmax-scaled --gamma 3'}},
-    'belief_vit': {
-        # AX1 and AX2 Table 1: CIFAR-10 88.15 and 89.41 %, CIFAR-100 61.86 and 64.00 %
-        # BF Table 3: CIFAR-10 88.15, 89.14 and, for belief-star, 88.64 %
-        'papers': PAPERS},
-    'admm_detr': {
-        # what can replace softmax in cross-attention, with our options
-        'cross': {'softmax': DETR,
-                  'no-weights': DETR + ' --cross-attention no-weights',
-                  'lasso': DETR + ' --cross-attention admm',
-                  'l2': DETR + ' --cross-attention l2'},
-        # (2) half solved; over the values that are mixed; (4) with its misprints; (1); and in
-        # self-attention (SA)
-        'more': {'softmax': DETR,
-                 'Lasso, half solved': HALF + ' --cross-attention admm',
-                 # the next needs --with experiments/printed.py
-                 'as printed': HALF + ' --random-tokens 32 --cross-attention admm-printed '
-                               '--rebuild-from values',
-                 'Lasso of values': HALF + ' --random-tokens 32 --cross-attention admm '
-                                    '--rebuild-from values',
-                 'l2, no options': HALF + ' --ridge 0.1 --cross-attention l2',
-                 'SA no-weights': DETR + ' --self-attention no-weights',
-                 'SA Lasso, half solved': HALF + ' --self-attention admm',
-                 'SA the same, N x N': HALF + ' --self-attention admm-vanilla'},
-        'solved': {'softmax': DETR,
-                   'Lasso, solved': SOLVED + ' --cross-attention admm',
-                   'Lasso, solved, random': SOLVED + ' --cross-attention admm --random-tokens 32'},
-        # OA Table 1: AP 40.6 (300 epochs), 38.5, 36.0, 38.5, 37.7
-        '1': {'DETR': DETR,
-              'no weights SA': DETR + ' --self-attention no-weights',
-              'no weights CA': DETR + ' --cross-attention no-weights',
-              'ADMM SA': OA + ' --self-attention admm',
-              'ADMM CA': OA + ' --cross-attention admm'},
-        # OA Table 2: AP 28.0, 38.0, 38.5
-        '2': {'l2 CA': OA + ' --cross-attention l2',
-              'vanilla ADMM SA': OA + ' --self-attention admm-vanilla',
-              'efficient ADMM SA': OA + ' --self-attention admm'}},
-    'mask_distill': {
-        'masks': {
-            **rows_of('--masks', 'last5 windows window:16+sinks:4 window:32+sinks:4 window:64 '
-                                 'window:64+sinks:4'),
-            'last5, alphas': '--masks last5 --learn alphas',
-            'last5, mask only': '--masks last5 --learn alphas --max-iters 0',
-            '64+4, alphas': '--masks window:64+sinks:4 --learn alphas',
-            '64+4, mask only': '--masks window:64+sinks:4 --learn alphas --max-iters 0'},
-        'goals': {  # the rows that the report's goals are judged by
-            '64+4': '--masks window:64+sinks:4',
-            '64+4, alphas': '--masks window:64+sinks:4 --learn alphas',
-            '64+4, mask only': '--masks window:64+sinks:4 --learn alphas --max-iters 0',
-            'last5': '--masks last5'},
-        'l1': {'no L1': '--masks first-all --learn alphas',
-               'L1': '--masks first-all --learn alphas --l1 0.1',
-               'a tenth of it': '--masks first-all --learn alphas --l1 0.01'}},
-}
+# ------------------------------------ what is compared ------------------------------------
 METRIC = {  # a validation figure by which --tune chooses, and which of two is better
     'attentionx_gpt': ('val_loss', min), 'belief_vit': ('val_acc', max),
     'admm_detr': ('AP', max), 'mask_distill': ('val_loss', min)}
@@ -155,27 +77,30 @@ RESULTS = {  # figures of a table; differences are of the first
 BASELINE = {  # settings of the row that differences are taken from; {}: the first row's
     'attentionx_gpt': dict(attention='softmax'), 'belief_vit': dict(attention='softmax'),
     'admm_detr': dict(self_attention='softmax', cross_attention='softmax'), 'mask_distill': {}}
-UNPAIRED = {'admm_detr'}  # equal seeds hardly make its runs alike: correlations of -0.06 to 0.37
 LABELS = {  # of the training loss and of METRIC
     'attentionx_gpt': ('training loss (nats per token)', 'validation loss (nats per token)'),
     'belief_vit': ('training loss (nats per image)', 'validation accuracy (0 to 1)'),
     'admm_detr': ('training loss', 'AP (0 to 1)'),
     'mask_distill': ('training loss (nats per token)', 'validation KL (nats per token)')}
+UNPAIRED = {'admm_detr'}  # equal seeds hardly make its runs alike: correlations of -0.06 to 0.37
 
-# ------------------------------------ cases ------------------------------------
 def flag_of(field, value):
     """gamma, '2' -> --gamma=2; zero_diag, 'True' -> --zero-diag; and 'False' -> --no-zero-diag"""
     name = field.replace('_', '-')
-    return {'True': f'--{name}', 'False': f'--no-{name}'}.get(value, f'--{name}={value}')
+    if value in ('True', 'False'):
+        return f'--{name}' if value == 'True' else f'--no-{name}'
+    return f'--{name}={value}'
 
 def cases_of(script, flags, table, sweep):
     """{name: Config}: rows of a table, every combination of FIELD=A,B, or both crossed."""
-    cases = {'': flags}
+    cases, tables = {'': flags}, {}
+    for row in read_rows(HERE / 'tables.csv'):
+        if row['script'] == script.SCRIPT:
+            tables.setdefault(row['table'], {})[row['row']] = row['flags'].split()
     if table:
-        if table not in TABLES[script.SCRIPT]:
-            fail(f'--table {table}: choose from {", ".join(TABLES[script.SCRIPT])}')
-        rows = TABLES[script.SCRIPT][table]
-        cases = {name: [*flags, *text.split()] for name, text in rows.items()}
+        if table not in tables:
+            fail(f'--table {table}: choose from {", ".join(tables)}')
+        cases = {name: [*flags, *words] for name, words in tables[table].items()}
     for spec in sweep:
         field, _, values = spec.partition('=')
         if not values or field == 'seed':
@@ -189,7 +114,6 @@ def cases_of(script, flags, table, sweep):
 
 # A run is found again by its settings. A csv holds text, so both sides are compared as a csv gives
 # them back: numbers as floats, empty ones left out.
-
 def number(text):
     """A csv's text, as a number if it is one."""
     try:
@@ -220,12 +144,13 @@ def settings_in(script, row):
 # the rows. What it lacks, since it was open elsewhere or another command wrote it at the same
 # moment, waits in the folders.
 
+TEXT = 'case', 'script', 'with', 'diagnose', 'log', 'diverged'  # even where they look like numbers
+
 def read_rows(path):
     """Rows of a csv file as dicts; numbers are floats, empty fields are left out."""
     with open(path, newline='', encoding='utf-8-sig') as file:  # Excel begins it with a mark
-        return [{key: text if key in ('case', 'script', 'with', 'diagnose', 'log', 'diverged')
-                 else number(text) for key, text in row.items() if text and key}
-                for row in csv.DictReader(file)]
+        return [{key: text if key in TEXT else number(text) for key, text in row.items()
+                 if text and key} for row in csv.DictReader(file)]
 
 def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,9 +174,6 @@ def read_all(path, versions):
             rows += [row for row in read_rows(file) if versions_in(row) == versions]
     return rows
 
-def versions_in(row):
-    return {key: row[key] for key in ('script', 'with', 'diagnose') if key in row}
-
 def merge(path, versions):
     """Write all rows to the csv file, and once more if another command has written meanwhile."""
     written = -1
@@ -259,33 +181,29 @@ def merge(path, versions):
         write_rows(path, rows)
         written = len(rows)
 
-# ------------------------------------ runs ------------------------------------
+# ------------------------------------ where a row comes from ------------------------------------
+def load(name, extra):
+    """The script, with the variants that the file `extra` adds to it."""
+    script = importlib.import_module(name)
+    if extra:
+        if not Path(extra).exists():
+            fail(f'--with {extra}: there is no such Python file')
+        runpy.run_path(extra)
+    return script
+
 def blob(path):
     """git's name for a file's content: `git log --find-object=NAME` finds it."""
     text = Path(path).read_bytes()
     return hashlib.sha1(b'blob %d\0' % len(text) + text).hexdigest()
 
-@functools.cache
-def version(script):
-    """Of the script's file as it was when first asked for."""
-    return blob(script.__file__)
-
-def load(name, extra):
-    """The script, with the variants that the file `extra` adds to it."""
-    script = importlib.import_module(name)
-    version(script)  # before somebody edits the file
-    if extra:
-        spec = importlib.util.spec_from_file_location(Path(extra).stem, extra)
-        if not spec or not Path(extra).exists():
-            fail(f'--with {extra}: there is no such Python file')
-        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[spec.name])
-    return script
-
 def versions_of(script, o):
     """Of the files that make a row."""
-    files = dict(diagnose=diagnose.__file__ if o.diagnose else '', **{'with': o.extra})
-    return dict(script=version(script), **{key: blob(path) for key, path in files.items() if path})
+    files = {'script': script.__file__, 'diagnose': o.diagnose and diagnose.__file__,
+             'with': o.extra}
+    return {key: blob(path) for key, path in files.items() if path}
+
+def versions_in(row):
+    return {key: row[key] for key in ('script', 'with', 'diagnose') if key in row}
 
 def checksums(script, c):
     """Of what a run reads: its data and, with --init, the weights that it starts from."""
@@ -306,6 +224,7 @@ def processor(device):
         return names[0] if names else platform.machine()
     return platform.processor() or platform.machine()
 
+# ------------------------------------ runs ------------------------------------
 def add_teachers(script, cases, seed):
     """Cases of mask_distill.py without --init share a teacher, which is trained first."""
     made = {}  # by what tells one teacher from another
@@ -326,35 +245,34 @@ def mean_loss(log):
             steps += line['step'] - before['step']
     return total / steps if steps else math.nan
 
+def results_of(name, c, folder, diagnosed):
+    """Train c, or go on with it -> its figures."""
+    script = importlib.import_module(name)  # which load has made ready
+    metric, better = METRIC[name]
+    c = replace(c, folder=str(folder), resume=(folder / 'ckpt.pt').exists())
+    try:
+        with diagnose.logged(script) if diagnosed else contextlib.nullcontext():
+            model, log = script.train(c, folder, script.load_data(c))
+        found = {key: x for key, x in log[-1].items() if '.' not in key}
+        if math.isnan(found[metric]):
+            raise FloatingPointError(f'{metric} is nan')
+    except FloatingPointError as error:
+        worst = math.inf if better is min else -math.inf
+        return {metric: worst, RESULTS[name][0]: worst, 'diverged': str(error)}
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return dict(found, parameters=size, mean_loss=mean_loss(log))
+
 def train_one(name, row, c, folder):
-    """Train c, or go on with it -> its row. Its log and its row go into folder."""
+    """Train c, unless that is done -> its row. Its log and its row go into folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / 'lock', 'w') as file:
         if fcntl:  # wait if another command trains the same
             fcntl.flock(file, fcntl.LOCK_EX)
         if not (folder / 'row.csv').exists():
-            write_rows(folder / 'row.csv', [finish(name, row, c, folder)])
+            found = results_of(name, c, folder, 'diagnose' in row)
+            write_rows(folder / 'row.csv', [{**row, **found}])
     (folder / 'ckpt.pt').unlink(missing_ok=True)
     return read_rows(folder / 'row.csv')[0]
-
-def finish(name, row, c, folder):
-    """row, with the results."""
-    script = importlib.import_module(name)  # which load has made ready
-    metric, better = METRIC[name]
-    c = replace(c, folder=str(folder), resume=(folder / 'ckpt.pt').exists())
-    logged = diagnose.logged(script) if 'diagnose' in row else contextlib.nullcontext()
-    try:
-        with logged:
-            model, log = script.train(c, folder, script.load_data(c))
-        row.update({key: x for key, x in log[-1].items() if '.' not in key},
-                   parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-                   mean_loss=mean_loss(log))
-        if math.isnan(row[metric]):
-            raise FloatingPointError(f'{metric} is nan')
-    except FloatingPointError as error:
-        worst = math.inf if better is min else -math.inf
-        row.update(dict.fromkeys([metric, RESULTS[name][0]], worst), diverged=str(error))
-    return row
 
 def start_worker(name, extra, threads):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it: it would begin the next run
@@ -362,179 +280,186 @@ def start_worker(name, extra, threads):
     torch.set_num_threads(threads)
     load(name, extra)
 
-def results(jobs, o):
+def train_jobs(jobs, o):
     """Yield each job's row as it finishes; o.workers processes run at a time."""
     if o.workers == 1:
         yield from itertools.starmap(train_one, jobs)
         return
     pool = ProcessPoolExecutor(o.workers, get_context('spawn'), start_worker,
                                (o.script, o.extra, torch.get_num_threads()))
-    futures = {pool.submit(train_one, *job): job for job in jobs}
     try:
-        for future in as_completed(futures):
-            error = future.exception()
-            if isinstance(error, Exception) and not isinstance(error, BrokenProcessPool):
-                _, row, *_ = futures[future]
-                fail(f'{row["case"]}, seed {row["seed"]:g}: {type(error).__name__}: '
-                     f'{" ".join(str(error).split())[:200]} (--workers 1 shows where)')
+        for future in as_completed([pool.submit(train_one, *job) for job in jobs]):
             yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)  # those not yet begun, if one failed
 
+def find(script, rows, c, role):
+    """The row of a run, or None; the first, as another command may have made the same."""
+    settings = settings_of(script, c)
+    return next((row for row in rows if row.get('role') == role
+                 and settings_in(script, row) == settings), None)
+
+def new_row(script, case, c, role, made_of):
+    """A run's row before its results. `log` names its folder."""
+    row = dict(case=case, role=role, **settings_of(script, c), **made_of)
+    name, crc = re.sub('[^A-Za-z0-9_.=-]', '_', case)[:60], zlib.crc32(repr(row).encode())
+    return dict(row, log=f'{name}-s{c.seed}-{crc:08x}', torch=torch.__version__,
+                python=platform.python_version(), machine=processor(script.pick_device(c)[0]))
+
 def train_all(script, cases, seeds, role, o):
     """Train each case and seed that o.csv lacks -> the rows of all cases and seeds."""
-    versions, logs = versions_of(script, o), o.csv.with_suffix('.logs')
     try:
-        rows = read_all(o.csv, versions)
+        rows = read_all(o.csv, o.versions)
         write_rows(o.csv, rows)  # what cannot be written is better known before the first run
     except OSError as error:
         fail(f'--csv {o.csv}: {error}')
-    if any(versions_in(row) != versions for row in rows):
+    if any(versions_in(row) != o.versions for row in rows):
         fail(f'{o.csv} has rows from another version of {o.script}.py, of --with or of --diagnose: '
              'name another file with --csv')
-    wanted = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
-    sums = {(c.data, c.init): checksums(script, c) for _, c in wanted}
-    def found(c, rows):  # the first: another command may have made the same
-        own = settings_of(script, c)
-        return next((row for row in rows if row.get('role') == role
-                     and settings_in(script, row) == own), None)
-    jobs, gpus = [], torch.cuda.device_count()
-    for case, c in wanted:
-        row, crcs = found(c, rows), sums[c.data, c.init]
-        if row and any(row.get(key, x) != x for key, x in crcs.items()):
+    runs = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
+    logs, gpus, jobs = o.csv.with_suffix('.logs'), torch.cuda.device_count(), []
+    for case, c in runs:
+        row, sums = find(script, rows, c, role), checksums(script, c)
+        if not row:
+            row = new_row(script, case, c, role, {**o.versions, **sums})
+            if gpus > 1 and c.device in ('auto', 'cuda'):
+                c = replace(c, device=f'cuda:{len(jobs) % gpus}')
+            jobs.append((o.script, row, c, logs / row['log']))
+        elif any(row.get(key, x) != x for key, x in sums.items()):
             fail(f'{o.csv} has rows of other data or weights, under the same names: '
                  'name another file with --csv')
-        if row:
-            continue
-        row = dict(case=case, role=role, **settings_of(script, c), **versions, **crcs)
-        crc = zlib.crc32(repr(row).encode())
-        row['log'] = f'{re.sub(r"[^A-Za-z0-9_.=-]", "_", case)[:60]}-s{c.seed}-{crc:08x}'
-        if gpus > 1 and c.device in ('auto', 'cuda'):
-            c = replace(c, device=f'cuda:{len(jobs) % gpus}')
-        row.update(torch=torch.__version__, python=platform.python_version(),
-                   machine=processor(script.pick_device(c)[0]))
-        jobs.append((o.script, row, c, logs / row['log']))
     print(f'{len(cases)} cases, {len(seeds)} seeds: {len(jobs)} runs to do; rows go to {o.csv}')
-    begin, metric = time.perf_counter(), METRIC[o.script][0]
-    for i, row in enumerate(results(jobs, o), 1):
+    metric, begin = METRIC[o.script][0], time.perf_counter()
+    for i, row in enumerate(train_jobs(jobs, o), 1):
         try:
-            merge(o.csv, versions)
+            merge(o.csv, o.versions)
         except OSError as error:
             print(f'note: the row waits in {logs / row["log"]}, the next run adds it: {error}')
+        end = f'{metric} {row[metric]:.5g}'
+        if 'diverged' in row:
+            end = f'diverged, and counts as worst: {row["diverged"]}'
         left = (time.perf_counter() - begin) / i * (len(jobs) - i) / 60
-        end = f'diverged, and counts as worst: {row["diverged"]}' if 'diverged' in row else (
-            f'{metric} {row[metric]:.5g}')
         print(f'run {i} of {len(jobs)} done: {row["case"]}, seed {row["seed"]:g}: {end}; '
               f'about {left:.0f} min left\n', flush=True)
-    rows = read_all(o.csv, versions)
-    return [dict(found(c, rows), case=case, folder=logs) for case, c in wanted]  # by its name now
+    rows = read_all(o.csv, o.versions)
+    return [dict(find(script, rows, c, role), case=case, folder=logs) for case, c in runs]
 
 # ------------------------------------ tables ------------------------------------
+def figures_of(runs, name):
+    """{seed: figure} of a case; nan where a run has none."""
+    return {seed: row.get(name, math.nan) for seed, row in runs.items()}
+
+def mean(figures):
+    return np.mean([*figures.values()])
+
 def choose(script, field, rows):
-    """Print the means of cases that differ only in field -> the name of the best of each group, by
-    the seeds that all of the group have."""
+    """Print the means of cases that differ only in field -> the names of all but the best of each
+    group, by the seeds that all of the group have."""
     metric, better = METRIC[script.SCRIPT]
-    groups, lines, best = {}, {}, []
+    if not all(field in row for row in rows):
+        fail(f'--tune {field}: these rows have no such setting')
+    groups, lines, chosen = {}, {}, set()
     for row in rows:
         others = settings_in(script, row)
         value, seed = others.pop(field), others.pop('seed')
         group = groups.setdefault(repr(sorted(others.items())), {})
         group.setdefault(value, {})[seed] = row
     for group in groups.values():
+        group = dict(sorted(group.items()))
+        names = {value: [*runs.values()][0]['case'] for value, runs in group.items()}
         shared = set.intersection(*map(set, group.values()))  # of seeds
         if not shared:
-            fail(f'--tune {field}: no seed has all of ' +
-                 ', '.join(next(iter(runs.values()))['case'] for runs in group.values()))
-        def mean(value, seeds):
-            return np.mean([group[value][seed][metric] for seed in seeds])
-        values = sorted(group)
-        chosen = better(values, key=lambda value: mean(value, shared))
-        case = next(iter(group[chosen].values()))['case']
-        text = '   '.join(f'{value}: {mean(value, group[value]):.4f} x {len(group[value])}'
-                          for value in values)
-        if chosen != better(values, key=lambda value: mean(value, group[value])):
+            fail(f'--tune {field}: no seed has all of {", ".join(names.values())}')
+        means = {value: mean(figures_of(runs, metric)) for value, runs in group.items()}
+        common = {value: np.mean([runs[seed][metric] for seed in shared])
+                  for value, runs in group.items()}
+        best = better(common, key=common.get)
+        text = '   '.join(f'{value}: {means[value]:.4f} x {len(group[value])}' for value in group)
+        if best != better(means, key=means.get):
             text += f'   by the {len(shared)} that all have: ' + '   '.join(
-                f'{value}: {mean(value, shared):.4f}' for value in values)
-        lines[case + (' *' if chosen in (values[0], values[-1]) else '')] = text
-        best.append(case)
+                f'{value}: {x:.4f}' for value, x in common.items())
+        lines[names[best] + (' *' if best in (min(group), max(group)) else '')] = text
+        chosen.add(names[best])
     print(f'\n{metric} by {field}: mean x number of runs; *: best at an end of the range')
     for name, text in lines.items():
         print(f'{name:{max(25, *map(len, lines))}} {text}')
-    return best
+    return {row['case'] for row in rows} - chosen
 
 def group_by_case(script, rows, against):
-    """Rows by case, {name: {seed: row}}, the baseline first."""
-    baseline, cases = BASELINE[script.SCRIPT], {}
-    if against:
-        baseline = dict(case=against)
-        if against not in [row['case'] for row in rows]:
-            fail(f'--against {against}: there is no such row')
+    """{case: {seed: row}}, the baseline first."""
+    baseline, cases = dict(case=against) if against else BASELINE[script.SCRIPT], {}
     for row in sorted(rows, key=lambda row: any(row.get(key) != x for key, x in baseline.items())):
         runs = cases.setdefault(row['case'], {})
         if row['seed'] in runs:
             fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files')
-        for name, x in settings_in(script, next(iter(runs.values()), row)).items():
-            if name != 'seed' and row.get(name, x) != x:
-                fail(f'rows of {row["case"]} differ in {name}: name a csv for each with --csv')
         runs[row['seed']] = row
+    if against and against not in cases:
+        fail(f'--against {against}: there is no such row')
+    for case, runs in cases.items():
+        for name in names_of(script):
+            values = {row[name] for row in runs.values() if name in row}
+            if len(values) > 1 and name != 'seed':
+                fail(f'rows of {case} differ in {name}: name a csv for each with --csv')
     return cases
 
-def interval(values, firsts, gaps, paired, tests):
-    """Half the width of a difference's interval; nan where there is none."""
-    if len(gaps) < 2 or not np.std(gaps) > 1e-9 * abs(np.mean(gaps)):
-        return math.nan
+def difference(ours, firsts, paired, tests):
+    """Two cases' {seed: figure} -> the mean difference, and half the width of its interval, nan
+    where there is none. It holds at 95 % for all tests together (Bonferroni)."""
+    gaps = [x - firsts[seed] for seed, x in ours.items() if seed in firsts]
+    if not paired and ours != firsts:
+        gaps = [x - mean(firsts) for x in ours.values()]
+    middle = np.mean(gaps) if gaps else math.nan
+    if len(gaps) < 2 or not np.std(gaps) > 1e-9 * abs(middle):
+        return middle, math.nan
     test = (stats.ttest_1samp(gaps, 0) if paired else
-            stats.ttest_ind(values, firsts, equal_var=False))
+            stats.ttest_ind([*ours.values()], [*firsts.values()], equal_var=False))
     low, high = test.confidence_interval(1 - 0.05 / tests)
-    return (high - low) / 2
+    return middle, (high - low) / 2
+
+def print_table(table, others, digits):
+    """Print the lines of a table under their columns' names; - is what is missing."""
+    first = max(26, *(len(line['case']) + 1 for line in table))
+    widths = dict(size=7, mean=10, sd=9, diff=10, interval=24,
+                  **{name: max(10, len(name) + 1) for name in others})
+    print(' ' * first + ''.join(f'{name:>{n}}' for name, n in widths.items()))
+    for line in table:
+        diff, half = line['diff'], line['interval']
+        texts = dict(
+            size=f'{line["size"]:.2f}M', mean=f'{line["mean"]:.{digits}f}',
+            sd=f'{line["sd"]:.{digits}f}', diff=f'{diff:+.{digits}f}',
+            interval=f'{diff - half:+.{digits}f} to {diff + half:+.{digits}f}',
+            **{name: f'{line[name]:.4g}' for name in others})
+        print(f'{line["case"]:{first}}' + ''.join(
+            f'{"-" if "nan" in text else text:>{widths[name]}}' for name, text in texts.items()))
 
 @np.errstate(all='ignore')  # a diverged run's figures are infinite
-def tabulate(script, rows, metric, against=None):
-    """Print a line for each case: mean, difference from the first case, and the interval that holds
-    at 95 % for all rows together (Bonferroni) -> a dict for each line."""
-    if not rows:
-        fail('none of these rows judges yet; those of timings need --bench')
-    columns = dict.fromkeys(name for row in rows for name in row)
-    if metric not in columns:
-        fail(f'--metric {metric}: choose from {", ".join(columns)}')
-    cases = group_by_case(script, rows, against)
+def tabulate(script, cases, metric):
+    """Print a line for each case -> a dict for each."""
     first, *rest = cases.values()
-    width = max(26, *(len(case) + 1 for case in cases))
-    tests = max(1, sum(len(runs) > 1 for runs in rest))
-    others = [name for name in RESULTS[script.SCRIPT] if name in columns and name != metric]
-    paired = script.SCRIPT not in UNPAIRED
+    rows = [row for runs in cases.values() for row in runs.values()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    if metric not in names:
+        fail(f'--metric {metric}: choose from {", ".join(names)}')
     machines = sorted({f'{row["machine"]}, torch {row["torch"]}' for row in rows
                        if 'machine' in row})
     if len(machines) > 1:
         print('\nnote: rows come from several machines, which differ about as much as seeds do: '
               + '; '.join(machines))
+    paired = script.SCRIPT not in UNPAIRED
+    tests = max(1, sum(len(runs) > 1 for runs in rest))
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
           f'{"paired by seed" if paired else "not paired (Welch)"}. '
-          f'Intervals: 95 %{f" for all {tests} tested rows together" if tests > 1 else ""}\n'
-          f'{"":{width}}{"size":>7}{"mean":>10}{"sd":>9}{"diff":>10}{"interval":>24}'
-          + ''.join(f' {name:>9}' for name in others))
-    digits = 6 if metric == 'kl' else 4
-    table, firsts = [], [row.get(metric, math.nan) for row in first.values()]
+          f'Intervals: 95 %{f" for all {tests} tested rows together" if tests > 1 else ""}')
+    others = [name for name in RESULTS[script.SCRIPT] if name in names and name != metric]
+    table, firsts = [], figures_of(first, metric)
     for case, runs in cases.items():
-        values = [row.get(metric, math.nan) for row in runs.values()]
-        gaps = [x - first[seed].get(metric, math.nan)
-                for seed, x in zip(runs, values) if seed in first]
-        if not paired and runs is not first:
-            gaps = values - np.mean(firsts)
-        half = interval(values, firsts, gaps, paired, tests)
-        sizes = [row['parameters'] for row in runs.values() if 'parameters' in row]
-        line = dict(case=case, size=sizes[0] / 1e6 if sizes else math.nan, mean=np.mean(values),
-                    sd=np.std(values, ddof=1) if len(values) > 1 else math.nan,
-                    diff=np.mean(gaps) if len(gaps) else math.nan, interval=half)
-        for name in others:
-            line[name] = np.mean([row.get(name, math.nan) for row in runs.values()])
-        table.append(line)
-        text = '{size:6.2f}M{mean:10.{n}f}{sd:9.{n}f}{diff:+10.{n}f}'.format(n=digits, **line)
-        ends = f'{line["diff"] - half:+.{digits}f} to {line["diff"] + half:+.{digits}f}'
-        text += f'{"-" if math.isnan(half) else ends:>24}'
-        for name in others:
-            text += f' {line[name]:{max(9, len(name))}.4g}'
-        print(f'{case:{width}}' + text.replace('+nan', '   -').replace('nan', '  -'))
+        ours = figures_of(runs, metric)
+        diff, half = difference(ours, firsts, paired, tests)
+        size = max(row.get('parameters', 0) for row in runs.values()) / 1e6
+        sd = np.std([*ours.values()], ddof=1) if len(ours) > 1 else math.nan
+        table.append(dict(case=case, size=size or math.nan, mean=mean(ours), sd=sd, diff=diff,
+                          interval=half, **{name: mean(figures_of(runs, name)) for name in others}))
+    print_table(table, others, 6 if metric == 'kl' else 4)
     unresolved = [line['case'] for line in table[1:] if not line['interval'] < abs(line['diff'])]
     if unresolved:
         print(f'not resolved (0 is in the interval, or one seed): {", ".join(unresolved)}')
@@ -552,104 +477,90 @@ VARIANTS = {  # name and colour in every picture; colour-blind readers can tell 
     'attentionx-zd': ('AttentionX, zero diagonal', '#AA4499'),
     'value-skip': ('MH + V, a control', '#AAAAAA'),
     'attentionx-v1': ('AttentionX divided by γ', '#882255')}
-SPARE = ['#332288', '#661100', '#666633']  # for cases without a name here
-
-def looks(cases):
-    """{case: (name, colour)}: the baseline, which is first, is black, and the others are not."""
-    known = {case: VARIANTS.get(case, (case, None)) for case in cases}
-    used = {'#000000', *(colour for _, colour in known.values())}
-    spare = itertools.cycle([*SPARE, *(x for _, x in VARIANTS.values() if x not in used)])
-    return {case: (name, '#000000' if case == [*cases][0] else
-                   next(spare) if colour in (None, '#000000') else colour)
-            for case, (name, colour) in known.items()}
 
 def log_of(row):
     """The lines of a run's log; none if it is not here."""
     path = Path(row['folder'], row.get('log', '-'), 'log.csv')
     return read_rows(path) if path.exists() else []
 
-def write_logs(path, rows):
-    """All lines of all logs, with the case and the seed of each."""
-    write_rows(Path(path), [dict(case=row['case'], seed=row['seed'], **line)
-                            for row in rows for line in log_of(row)])
-    print(f'\nlogs are in {path}')
-
-def read_curves(script, rows, against):
+def read_curves(cases):
     """{case: logs of its seeds}. A log that is shorter than others is left out, with a note."""
-    logs = {case: [log_of(row) for row in runs.values()]
-            for case, runs in group_by_case(script, rows, against).items()}
-    if not any(map(any, logs.values())):
-        return {}  # the csv is here without its logs
-    for case, found in logs.items():
-        whole = max(map(len, found))
-        logs[case] = [log for log in found if log and len(log) == whole]
-        if len(logs[case]) < len(found):
-            print(f'note: the picture shows {len(logs[case])} of {len(found)} runs of {case}: '
+    curves = {case: [log_of(row) for row in runs.values()] for case, runs in cases.items()}
+    if not any(map(any, curves.values())):  # the csv is here without its logs
+        return {}
+    for case, logs in curves.items():
+        longest = max(map(len, logs))
+        curves[case] = [log for log in logs if log and len(log) == longest]
+        if len(curves[case]) < len(logs):
+            print(f'note: the picture shows {len(curves[case])} of {len(logs)} runs of {case}: '
                   'other logs are shorter, or not here')
-    return logs
+    return {case: logs for case, logs in curves.items() if logs}
 
-def draw_curves(script, rows, o):
-    """Training loss and metric of every case over steps and over seconds: means over the seeds, and
-    their range -> the picture's file, None if there is none.  [AX Fig. 1] [BF Fig. 4, 5]"""
-    cases = read_curves(script, rows, o.against)
-    figures = [(name, title) for name, title in zip(('loss', METRIC[script.SCRIPT][0]),
-                                                    LABELS[script.SCRIPT])
-               if any(name in line for logs in cases.values() for log in logs for line in log[1:])]
-    if not figures:
-        return None
+def draw(curves, figures, title, path):
+    """Each case's figures, {name: label}, over steps and over seconds: means over the seeds, and
+    their range.  [AX Fig. 1] [BF Fig. 4, 5]"""
     try:
         from matplotlib.figure import Figure
-    except Exception as error:
-        return print(f'note: no picture, which needs `pip install matplotlib` ({error})')
-    picture = Figure(figsize=(10, 3.6 * len(figures) + 0.4), layout='tight')
-    axes = picture.subplots(len(figures), 2, sharey='row', sharex='col', squeeze=False)
-    for (name, title), pair in zip(figures, axes):
-        for ax, x in zip(pair, ('step', 'seconds')):
-            for logs, (label, colour) in zip(cases.values(), looks(cases).values()):
-                lines = [line for line in zip(*logs)  # all seeds' at a step, 0 only in short runs
-                         if all(name in row for row in line)
-                         and (line[0]['step'] > 0 or len(logs[0]) < 3)]
-                if not lines:
-                    continue
-                across = [np.mean([row[x] for row in line]) for line in lines]
-                values = np.array([[row[name] for row in line] for line in lines])
-                ax.plot(across, values.mean(1), '.-', color=colour, label=label, zorder=3)
-                ax.fill_between(across, values.min(1), values.max(1), color=colour, alpha=0.15)
-            ax.grid(color='#DDDDDD')
-            ax.spines[['top', 'right']].set_visible(False)
-        pair[0].set_ylabel(title)
-    for ax, unit in zip(axes[-1], ('step', 'seconds of training')):
-        ax.set_xlabel(unit)
+    except ImportError as error:
+        print(f'note: no picture, which needs `pip install matplotlib` ({error})')
+        return
+    picture = Figure(figsize=(10, 7.6), layout='tight')
+    axes = picture.subplots(2, 2, sharex='col', sharey='row')
+    spare = [colour for _, colour in VARIANTS.values()]
+    for ax, (name, clock) in zip(axes.flat, itertools.product(figures, ('step', 'seconds'))):
+        for i, (case, logs) in enumerate(curves.items()):
+            label, colour = VARIANTS.get(case, (case, spare[i % len(spare)]))
+            lines = [line for line in zip(*logs)  # all seeds' at a step
+                     if line[0]['step'] > 0 and all(name in row for row in line)]
+            x = [np.mean([row[clock] for row in line]) for line in lines]
+            y = [[row[name] for row in line] for line in lines]
+            ax.plot(x, [*map(np.mean, y)], '.-', color=colour, label=label)
+            ax.fill_between(x, [*map(min, y)], [*map(max, y)], color=colour, alpha=0.15)
+        ax.set(xlabel='seconds of training' if clock == 'seconds' else clock,
+               ylabel=figures[name])
+        ax.label_outer()
+        ax.grid(color='#DDDDDD')
     axes[0, 0].legend(frameon=False)
-    seeds = sorted({len(logs) for logs in cases.values()} - {0})
-    picture.suptitle(f'{script.SCRIPT}: ' + ('one seed' if seeds == [1] else
-                                             f'means and ranges of {seeds[-1]} seeds'))
-    path = o.picture or o.csv.with_suffix('.png')
+    picture.suptitle(title)
     picture.savefig(path, dpi=150, facecolor='white')
-    return path
+    print(f'\n{path}')
 
 def present(script, rows, o):
-    """Print a table for every metric and draw the runs -> the lines of all tables."""
-    lines = [line for metric in o.metric for line in tabulate(script, rows, metric, o.against)]
-    times = {}
-    for row in rows:
-        if 'seconds' in row and not o.from_csv:
-            times.setdefault(row['case'], []).append(row['seconds'])
-    if times:
+    """Print a table of the runs, and draw them -> the table's lines."""
+    if not rows:
+        fail('none of these rows judges yet; those of timings need --bench')
+    cases = group_by_case(script, rows, o.against)
+    table = tabulate(script, cases, o.metric)
+    if not o.from_csv:
         print('seconds of training, means: ' + ', '.join(
-            f'{case} {np.mean(seconds):.4g}' for case, seconds in times.items()))
+            f'{case} {mean(figures_of(runs, "seconds")):.4g}' for case, runs in cases.items()))
     if o.log_csv:
-        write_logs(o.log_csv, rows)
-    path = draw_curves(script, rows, o)
-    if path:
-        print(f'\n{path}')
-    return lines
+        write_rows(Path(o.log_csv), [dict(case=row['case'], seed=row['seed'], **line)
+                                     for row in rows for line in log_of(row)])
+        print(f'\nlogs are in {o.log_csv}')
+    curves = read_curves(cases)
+    if curves:
+        figures = dict(zip(('loss', METRIC[o.script][0]), LABELS[o.script]))
+        draw(curves, figures, f'{o.script}: means and ranges over the seeds',
+             o.csv.with_suffix('.png'))
+    return table
 
 # ------------------------------------ bench ------------------------------------
-def bench(script, cases, o):
-    """Time a training step, and inference, of every case in turn, so noise hits all alike -> rows:
-    medians, and quartiles of the time as a ratio to the first case's in the same round. Inference
-    is a forward pass without gradients.  [BF Tables 1 to 3]"""
+def wait(device):
+    """For an accelerator's queue."""
+    if device.type != 'cpu':
+        getattr(torch, device.type).synchronize()
+
+def seconds_of(work, device):
+    wait(device)
+    begin = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - begin
+
+def time_cases(script, cases, rounds):
+    """Seconds of a training step, and of inference, a forward pass without gradients, of every case
+    in turn, so that noise hits all alike -> {(case, what): seconds of every round}."""
     data, ready, times = script.load_data(next(iter(cases.values()))), {}, {}
     inputs = 2 if script.SCRIPT == 'admm_detr' else 1  # of a forward pass: images and their padding
     for case, c in cases.items():
@@ -659,37 +570,36 @@ def bench(script, cases, o):
             model = script.make_student(*teacher, c)
         else:
             teacher, model = [], script.make_model(c, data.meta).to(device)
-        net = torch.compile(model) if c.compile else model
-        ready[case] = (c, net, device, teacher, script.make_optimizer(model, c),
-                       *script.mixed_precision(device, dtype))
-    for step in range(o.rounds + 2):  # two to warm up
-        for case, (c, net, device, teacher, optimizer, autocast, scaler) in ready.items():
+        ready[case] = (torch.compile(model) if c.compile else model, teacher, device,
+                       script.make_optimizer(model, c), *script.mixed_precision(device, dtype))
+    for step in range(rounds + 2):  # two to warm up
+        for case, (net, teacher, device, optimizer, autocast, scaler) in ready.items():
+            c = cases[case]
             batches = [script.get_batch(data, c, c.max_iters + step, i, device)
                        for i in range(c.grad_accum_steps)]
             net.train()
-            begin = time.perf_counter()
-            script.train_step(net, *teacher, batches, c, optimizer, scaler, autocast)
-            trained = time.perf_counter()  # it ends in .item()
+            trained = seconds_of(lambda: script.train_step(
+                net, *teacher, batches, c, optimizer, scaler, autocast), device)
             net.eval()
-            wait(device)
-            clock = time.perf_counter()
             with autocast, torch.no_grad():
-                net(*batches[0][:inputs])
-            wait(device)
-            times.setdefault((case, 'training step'), []).append(trained - begin)
-            times.setdefault((case, 'inference'), []).append(time.perf_counter() - clock)
-    rows = []
+                inferred = seconds_of(lambda: net(*batches[0][:inputs]), device)
+            times.setdefault((case, 'training step'), []).append(trained)
+            times.setdefault((case, 'inference'), []).append(inferred)
+    return {key: seconds[2:] for key, seconds in times.items()}
+
+def bench(script, cases, o):
+    """Time every case -> rows: medians, and quartiles of the time as a ratio to the first case's in
+    the same round.  [BF Tables 1 to 3]"""
+    rows, times, first = [], time_cases(script, cases, o.rounds), next(iter(cases))
     for (case, what), seconds in times.items():
-        c, median = cases[case], np.median(seconds[2:])
-        ratios = np.divide(seconds, times[next(iter(cases)), what])[2:]
-        low, ratio, high = np.percentile(ratios, [25, 50, 75])
+        c, median = cases[case], np.median(seconds)
+        low, ratio, high = np.percentile(np.divide(seconds, times[first, what]), [25, 50, 75])
         size = c.batch_size * getattr(c, 'block_size', 1)
         size *= c.grad_accum_steps if what == 'training step' else 1
         rows.append(dict(
             case=case, role=what, ms=1000 * median, per_second=size / median, ratio=ratio, low=low,
-            high=high, rounds=o.rounds, compile=c.compile, **settings_of(script, c),
-            **versions_of(script, o), torch=torch.__version__,
-            machine=processor(script.pick_device(c)[0])))
+            high=high, rounds=o.rounds, compile=c.compile, **settings_of(script, c), **o.versions,
+            torch=torch.__version__, machine=processor(script.pick_device(c)[0])))
     return rows
 
 def show_bench(script, rows):
@@ -705,11 +615,6 @@ def show_bench(script, rows):
                       '({low:.3f} to {high:.3f})'.format(width=width, **row))
     return rows
 
-def wait(device):
-    """For an accelerator's queue."""
-    if device.type != 'cpu':
-        getattr(torch, device.type).synchronize()
-
 # ------------------------------------ the command line ------------------------------------
 def parser(text):
     """Of this tool and of memory.py: what it does not know is a flag of the script."""
@@ -721,7 +626,7 @@ def parser(text):
 
 def read_flags(p, argv):
     """argv -> what p knows, and the flags of the script."""
-    argv = sys.argv[1:] if argv is None else [str(word) for word in argv]
+    argv = sys.argv[1:] if argv is None else argv
     o, flags = p.parse_known_args([re.sub('^--[^=]*', lambda flag: flag[0].replace('_', '-'), word)
                                    for word in argv])
     return o, ['--threads', '1', *flags]  # of two, the second counts
@@ -732,17 +637,16 @@ def seeds(text):
 
 def parse(argv):
     p = parser(__doc__)
-    p.add_argument('script', type=lambda name: name.removesuffix('.py'), choices=TABLES)
+    p.add_argument('script', type=lambda name: name.removesuffix('.py'), choices=METRIC)
     p.add_argument('--sweep', action='append', default=[], help='FIELD=A,B; may be repeated')
-    tables = '; '.join(f'{name}: {", ".join(rows)}' for name, rows in TABLES.items())
-    p.add_argument('--table', help=f"rows of the documents ({tables})")
-    p.add_argument('--with', dest='extra', default='', help='a Python file that adds variants')
+    p.add_argument('--table', help='rows of a table of the record, see tables.csv')
+    p.add_argument('--with', dest='extra', help='a Python file that adds variants')
     p.add_argument('--seeds', type=seeds, default='0,1,2')
-    p.add_argument('--tune', default='', help='a field of --sweep to choose for each variant')
+    p.add_argument('--tune', help='a field of --sweep to choose for each variant')
     p.add_argument('--test-seeds', type=seeds, default=[], help='with --tune: others, which judge')
     p.add_argument('--teacher-seed', type=int, help='of the teacher that rows of masks share')
-    p.add_argument('--from-csv', nargs='+', help='tabulate these files, train nothing')
-    p.add_argument('--metric', nargs='+', help='figures to compare, such as val_loss')
+    p.add_argument('--from-csv', nargs='+', type=Path, help='tabulate these files, train nothing')
+    p.add_argument('--metric', help='the figure to compare, such as val_loss')
     p.add_argument('--against', help='the row that differences are taken from; default: softmax')
     p.add_argument('--log-csv', help='a file for the logs of all rows')
     p.add_argument('--diagnose', action='store_true', help='log what diagnose.py finds, too; '
@@ -751,83 +655,71 @@ def parse(argv):
     p.add_argument('--bench', action='store_true', help='time a training step and inference')
     p.add_argument('--rounds', type=int, default=20, help='of --bench')
     o, flags = read_flags(p, argv)
-    o.tune = o.tune.replace('-', '_')
-    for flag, instead in {'--resume': 'the same command continues without it',
-                          '--seed': 'give --seeds 0,1'}.items():
-        if flag in [word.partition('=')[0] for word in flags]:
-            fail(f'{flag}: {instead}')
+    o.metric = o.metric or RESULTS[o.script][0]
+    o.tune = o.tune and o.tune.replace('-', '_')
+    given = [word.partition('=')[0] for word in flags]
+    if '--resume' in given:
+        fail('--resume: the same command continues without it')
+    if '--seed' in given:
+        fail('--seed: give --seeds 0,1')
     if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
         fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
              'chosen a setting would favour it')
+    swept = [spec.partition('=')[0].replace('-', '_') for spec in o.sweep]
+    if o.tune and o.tune not in swept and not o.from_csv:
+        fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if o.diagnose and o.script == 'mask_distill':
         fail('--diagnose: mask_distill.py logs its coefficients by itself')
-    o.metric, o.picture = o.metric or RESULTS[o.script][:1], None
-    for path in o.from_csv or ():
-        if not Path(path).exists():
-            fail(f'--from-csv {path}: there is no such file')
     return o, flags
 
-def from_csv(script, o):
-    """Tabulate rows of files."""
-    rows = [dict(row, folder=Path(path).with_suffix('.logs'))
-            for path in o.from_csv for row in read_rows(path)]
+def rows_in(script, paths):
+    """The rows of csv files."""
+    rows = [dict(row, folder=path.with_suffix('.logs'))
+            for path in paths for row in read_rows(path)]
     own = {'case', 'role', 'seed', fields(script.Config)[0].name}
     if not rows or not all(own <= row.keys() for row in rows):
-        fail(f'--from-csv {" ".join(o.from_csv)}: not all lines are runs of {o.script}.py, '
-             'separated by commas')
-    if o.bench:
-        return show_bench(script, rows)
-    o.csv, best = o.csv or Path(o.from_csv[0]), []
-    if o.tune:
-        if o.tune not in rows[0]:
-            fail(f'--tune {o.tune}: these rows have no such setting')
-        choosing = [row for row in rows if row['role'] == 'choosing'] or rows
-        best = choose(script, o.tune, choosing)
-        dropped = {row['case'] for row in choosing} - set(best)
-        rows = [row for row in rows if row['case'] not in dropped]
-    rows = [row for row in rows if row['role'] == 'judging']
-    return present(script, rows, o) if rows or not best else []
+        fail(f'--from-csv {" ".join(map(str, paths))}: not all lines are runs of '
+             f'{script.SCRIPT}.py, separated by commas')
+    return rows
 
 def main(argv=None):
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, 'reconfigure'):
-            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     o, flags = parse(argv)
     script = load(o.script, o.extra)
+    o.versions = versions_of(script, o)
     if o.from_csv:
-        return from_csv(script, o)
-    cases = cases_of(script, flags, o.table, o.sweep)
-    if o.bench and len(cases) < 2:
-        fail('--bench times two cases or more: give --sweep or --table')
-    if o.tune and not any(spec.replace('-', '_').startswith(o.tune + '=') for spec in o.sweep):
-        fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
-    torch.set_num_threads(next(iter(cases.values())).threads or torch.get_num_threads())
-    add_teachers(script, cases, o.teacher_seed)
-    if o.bench:
-        rows = show_bench(script, bench(script, cases, o))
-        if o.csv:
-            write_rows(o.csv, [*(read_rows(o.csv) if o.csv.exists() else []), *rows])
-        return rows
-    if not o.csv:
-        made_by = '-'.join(x[:8] for x in versions_of(script, o).values())
-        o.csv = Path(next(iter(cases.values())).out_dir, o.script, f'compare-{made_by}.csv')
-        crc = zlib.crc32(repr([settings_of(script, c) for c in cases.values()]).encode())
-        o.picture = o.csv.with_name(f'{o.csv.stem}-{crc:08x}.png')  # others share the csv
-    if o.diagnose:
-        o.log_csv = o.log_csv or o.csv.with_name(f'{o.csv.stem}-log.csv')
-    rows = train_all(script, cases, o.seeds, 'choosing' if o.test_seeds else 'judging', o)
+        rows, o.csv = rows_in(script, o.from_csv), o.csv or o.from_csv[0]
+        if o.bench:
+            return show_bench(script, rows)
+    else:
+        cases = cases_of(script, flags, o.table, o.sweep)
+        first = next(iter(cases.values()))
+        torch.set_num_threads(first.threads or torch.get_num_threads())
+        add_teachers(script, cases, o.teacher_seed)
+        if o.bench:
+            rows = show_bench(script, bench(script, cases, o))
+            if o.csv:
+                write_rows(o.csv, [*(read_rows(o.csv) if o.csv.exists() else []), *rows])
+            return rows
+        if not o.csv:
+            made_by = '-'.join(x[:8] for x in o.versions.values())
+            o.csv = Path(first.out_dir, o.script, f'compare-{made_by}.csv')
+        if o.diagnose:
+            o.log_csv = o.log_csv or o.csv.with_name(f'{o.csv.stem}-log.csv')
+        rows = train_all(script, cases, o.seeds, 'choosing' if o.test_seeds else 'judging', o)
     if o.tune:
-        best = choose(script, o.tune, rows)
-        cases = {case: cases[case] for case in best}
-        rows = [row for row in rows if row['case'] in best]
-    if o.test_seeds:
+        choosing = [row for row in rows if row['role'] == 'choosing']
+        worse = choose(script, o.tune, choosing or rows)
+        rows = [row for row in rows if row['case'] not in worse]
+        if not choosing:
+            print(f'\nnote: the seeds that chose {o.tune} also judge, which favours every case: '
+                  'give --test-seeds')
+    if o.test_seeds and not o.from_csv:
+        cases = {case: c for case, c in cases.items() if case not in worse}
         rows = train_all(script, cases, o.test_seeds, 'judging', o)
-    elif o.tune:
-        print(f'\nnote: the seeds that chose {o.tune} also judge, which favours every case: '
-              'give --test-seeds')
-    return present(script, rows, o)
+    return present(script, [row for row in rows if row['role'] == 'judging'], o)
 
 if __name__ == '__main__':
+    sys.stdout.reconfigure(errors='replace')  # a console may lack a character
     try:
         main()
     except KeyboardInterrupt:

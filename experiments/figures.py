@@ -30,7 +30,8 @@ WINE, INDIGO, PURPLE, GREY, PALE = '#882255', '#332288', '#AA4499', '#767676', '
 VARIANTS = {  # name and colour; those of variants.py, and compare.py's
     **compare.VARIANTS, 'differential': ('differential attention', INDIGO),
     'gated': ('gated attention', '#661100'), 'laplacian': ('Laplacian heads', '#666633'),
-    'lasso': ('Lasso', WINE), 'no-weights': ('no weights', GREY), 'Lasso,': ('Lasso', WINE)}
+    'lasso': ('our easier Lasso', WINE), 'no-weights': ('no weight matrices', GREY),
+    'Lasso,': ('the paper\'s Lasso', WINE)}
 MARKERS = dict(zip(VARIANTS, 'os^DvPXpd<>hovs'))
 matplotlib.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': PALE,
@@ -119,26 +120,26 @@ def draw_method():
     save(figure, 'method')
 
 # ------------------------------------ the record ------------------------------------
-# Comparisons by their csv files, each with a softmax of its own; FINE has a finer grid of rates
-FINE = ['gpt-fine-judging']
-COARSE = ['gpt-softmax', 'gpt-attentionx', 'gpt-belief']
-LOSS = 'loss minus softmax\'s (nats per byte)'
+# Comparisons by their csv files, each with a softmax of its own
+COARSE = 'gpt-softmax gpt-attentionx gpt-belief'
+BEST = COARSE + ' gpt-gamma'
 TUNE = '--tune', 'learning_rate'
+LOSS = 'loss minus softmax\'s (nats per byte)'
 
 def read_all(names):
-    """The rows of several files in runs/."""
-    return [row for name in names for row in compare.read_rows(HERE / f'runs/{name}.csv')]
+    """The rows of files in runs/."""
+    return [row for name in names.split() for row in compare.read_rows(HERE / f'runs/{name}.csv')]
 
-def table(names, *flags, script='attentionx_gpt'):
-    """compare.py's lines, as in results.md, without softmax's."""
-    paths = [str(HERE / f'runs/{name}.csv') for name in names]
+def table(script, names, *flags):
+    """compare.py's lines by their cases, as in results.md, without softmax's."""
+    paths = [str(HERE / f'runs/{name}.csv') for name in names.split()]
     with contextlib.redirect_stdout(None):
         lines = compare.main([script, *flags, '--from-csv', *paths])
-    return [line for line in lines if not line['case'].startswith('softmax')]
+    return {line['case']: line for line in lines if not line['case'].startswith('softmax')}
 
-def bars(ax, lines, xlabel, **how):
-    """A row for each (name, line of a table): its difference from the first, and the interval."""
-    for name, line in lines:
+def bars(ax, lines, **how):
+    """A row for each {name: line of a table}: its difference from the first, and the interval."""
+    for name, line in lines.items():
         variant = line['case'].split()[0]
         ax.errorbar(line['diff'], name, xerr=line['interval'], color=VARIANTS[variant][1], ms=7,
                     marker=MARKERS[variant], capsize=4, lw=2)
@@ -146,129 +147,125 @@ def bars(ax, lines, xlabel, **how):
     ax.margins(y=0.9 / len(lines))
     ax.grid(visible=False, axis='y')
     ax.axvline(0, color=BLACK, lw=1)
-    ax.set(xlabel=xlabel, **how)
+    ax.set(**how)
+
+def named(lines, *cases):
+    return {VARIANTS[case.split()[0]][0]: lines[case] for case in cases}
 
 def draw_claims():
     figure = Figure(figsize=(9, 4.4), layout='constrained')
-    three, low = ('AttentionX', 'BeliefFormer', 'BeliefFormer*'), dict(xlim=(-0.06, 0.06))
-    for i, (title, names, cases, lines, xlabel, how) in enumerate((
-            ('GPT, all at one low learning rate', three, ('attentionx', 'belief', 'belief-star'),
-             table(['gpt-common', 'gpt-equal-time']), f'{LOSS}\nleft is better', low),
-            ('GPT, each at its best rate', three,
-             ('attentionx 4e-3', 'belief 8e-3', 'belief-star 4e-3'),
-             table([*COARSE, 'gpt-gamma'], *TUNE), f'{LOSS}\nleft is better', low),
-            ('ViT on CIFAR-10, each at its best rate', three,
-             ('attentionx 2e-3', 'belief 2e-3', 'belief-star 1e-3'),
-             table(['vit-cifar10'], *TUNE, script='belief_vit'),
-             'accuracy minus softmax\'s (0 to 1)\nright is better', dict(xlim=(-0.025, 0.025))),
-            ('DETR\'s cross-attention, drawn shapes',
-             ('our easier Lasso', 'no weight matrices', 'the paper\'s Lasso'),
-             ('lasso', 'no-weights', 'Lasso, solved'),
-             table(['detr-softmax-31-33', 'detr-softmax-34-42', 'detr-cross'], script='admm_detr')
-             + table(['detr-solved'], script='admm_detr'),
-             'average precision minus softmax\'s\nright is better', dict(xlim=(-0.8, 0.2))))):
-        found = {line['case']: line for line in lines}
-        bars(figure.add_subplot(2, 2, i + 1), [(name, found[case]) for name, case in
-                                               zip(names, cases)], xlabel, title=title, **how)
+    (low, best), (vit, detr) = figure.subplots(2, 2)
+    lines = table('attentionx_gpt', 'gpt-common gpt-equal-time')
+    bars(low, named(lines, 'attentionx', 'belief', 'belief-star'), xlim=(-0.06, 0.06),
+         title='GPT, all at one low learning rate', xlabel=f'{LOSS}\nleft is better')
+    lines = table('attentionx_gpt', BEST, *TUNE)
+    bars(best, named(lines, 'attentionx 4e-3', 'belief 8e-3', 'belief-star 4e-3'),
+         xlim=(-0.06, 0.06), title='GPT, each at its best rate', xlabel=f'{LOSS}\nleft is better')
+    lines = table('belief_vit', 'vit-cifar10', *TUNE)
+    bars(vit, named(lines, 'attentionx 2e-3', 'belief 2e-3', 'belief-star 1e-3'),
+         xlim=(-0.025, 0.025), title='ViT on CIFAR-10, each at its best rate',
+         xlabel='accuracy minus softmax\'s (0 to 1)\nright is better')
+    lines = table('admm_detr', 'detr-softmax-31-33 detr-softmax-34-42 detr-cross')
+    lines.update(table('admm_detr', 'detr-solved'))
+    bars(detr, named(lines, 'lasso', 'no-weights', 'Lasso, solved'), xlim=(-0.8, 0.2),
+         title='DETR\'s cross-attention, drawn shapes',
+         xlabel='average precision minus softmax\'s\nright is better')
     save(figure, 'claims')
 
 def draw_rates():
     losses = {}  # {variant: {rate: {seed: loss}}}
-    for row in read_all([*COARSE, 'gpt-fine-rates', 'gpt-common']):
+    for row in read_all(COARSE + ' gpt-fine-rates gpt-common'):
         if row['role'] == 'choosing' or row['learning_rate'] == 1e-3:
             rates = losses.setdefault(row['case'].split()[0], {})
             rates.setdefault(row['learning_rate'], {})[row['seed']] = row['val_loss']
     figure = Figure(figsize=(9, 3.8), layout='constrained')
     left, right = figure.subplots(1, 2)
     for variant in ('softmax', 'attentionx', 'belief', 'belief-star'):
-        (label, colour), means, gaps = VARIANTS[variant], {}, {}
+        means, gaps = {}, {}
         for rate, runs in sorted(losses[variant].items()):
             means[rate] = np.mean([*runs.values()])
-            theirs = losses['softmax'].get(rate, {})
-            gap = [loss - theirs[seed] for seed, loss in runs.items() if seed in theirs]
-            if gap:
-                gaps[rate] = np.mean(gap)
+            if rate in losses['softmax']:
+                theirs = losses['softmax'][rate]
+                gaps[rate] = np.mean([runs[seed] - theirs[seed] for seed in runs])
+        label, colour = VARIANTS[variant]
         for ax, line in (left, means), (right, gaps):
             ax.plot(line.keys(), line.values(), color=colour, marker=MARKERS[variant], label=label)
     ticks = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    for ax, title in (left, 'loss after 1000 steps'), (right, 'the same minus softmax\'s'):
-        ax.set(xscale='log', xlabel='peak learning rate', title=title)
+    for ax in left, right:
+        ax.set(xscale='log', xlabel='peak learning rate')
         ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
         ax.minorticks_off()
-    left.set_ylabel('nats per byte')
-    right.set_ylabel('below 0 is better')
+    left.set(title='loss after 1000 steps', ylabel='nats per byte')
+    right.set(title='the same minus softmax\'s', ylabel='below 0 is better')
     figure.legend(*left.get_legend_handles_labels(), loc='outside lower center', ncols=4)
     save(figure, 'rates')
 
 def draw_variants():
-    lines = table(FINE, '--against', 'softmax 1.13e-2') + table(['gpt-variants'], *TUNE)
-    finer = {line['case'].split()[0] for line in lines}
-    lines += [line for line in table([*COARSE, 'gpt-gamma'], *TUNE)
-              if line['case'].split()[0] not in finer or 'attentionx 2' in line['case']]
-    named = []
+    fine = table('attentionx_gpt', 'gpt-fine-judging', '--against', 'softmax 1.13e-2')
+    lines = [*fine.values(), *table('attentionx_gpt', 'gpt-variants', *TUNE).values()]
+    finer = {case.split()[0] for case in fine}  # these have a finer grid of rates
+    lines += [line for case, line in table('attentionx_gpt', BEST, *TUNE).items()
+              if case.split()[0] not in finer or 'attentionx 2' in case]
+    named = {}
     for line in sorted(lines, key=lambda line: line['diff']):
         variant, *gamma, rate = line['case'].split()
         name = VARIANTS[variant][0] + (', γ = 2' if gamma == ['2'] else '')
-        named.append((f'{name}, at {float(rate):g}', line))
+        named[f'{name}, at {float(rate):g}'] = line
     figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
-    bars(figure.subplots(), named, f'validation {LOSS}: left of 0 is better')
+    bars(figure.subplots(), named, xlabel=f'validation {LOSS}: left of 0 is better')
     save(figure, 'variants')
 
 def draw_layers():
-    lines = {}  # {step: the seeds' lines of the log}
-    for row in read_all(['vit-first-epoch-log']):
-        lines.setdefault(row['step'], []).append(row)
+    rows = read_all('vit-first-epoch-log')
+    steps = sorted({row['step'] for row in rows})
+    panels = {'length of Δ / length of MH': lambda r: r['update_out'] / r['mh_out'],
+              'share along X: Δ\'s minus MH\'s': lambda r: r['cos2_update'] - r['cos2_mh'],
+              'α: how much of V is in MH': lambda r: r['alpha']}
     figure = Figure(figsize=(9, 3.6), layout='constrained')
     axes = figure.subplots(1, 3)
-    for ax, title, f in (
-            (axes[0], 'length of Δ / length of MH', lambda r: r('update_out') / r('mh_out')),
-            (axes[1], 'share along X: Δ\'s minus MH\'s', lambda r: r('cos2_update') - r('cos2_mh')),
-            (axes[2], 'α: how much of V is in MH', lambda r: r('alpha'))):
+    for ax, (title, figure_of) in zip(axes, panels.items()):
         for layer in (0, 3, 6, 9, 11):
-            means = [np.mean([f(lambda key: row[f'{layer}.{key}']) for row in rows])
-                     for rows in lines.values()]
-            ax.plot(lines.keys(), means, color=matplotlib.colormaps['viridis_r'](layer / 12 + 0.08),
-                    label=f'layer {layer}')
+            values = {step: [] for step in steps}  # of the seeds
+            for row in rows:
+                own = {key.partition('.')[2]: x for key, x in row.items()
+                       if key.startswith(f'{layer}.')}
+                values[row['step']].append(figure_of(own))
+            ax.plot(steps, [np.mean(values[step]) for step in steps], label=f'layer {layer}',
+                    color=matplotlib.colormaps['viridis_r'](layer / 12 + 0.08))
         ax.set(title=title, xlabel='step')
     axes[1].axhline(0, color=BLACK, lw=1)
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=5)
     save(figure, 'layers')
 
 def draw_coefficients():
-    rows = [row for row in read_all(['masks-last5-log']) if row['seed'] == 1337]
     figure = Figure(figsize=(9, 4.4), layout='constrained')
     axes = figure.subplots(2, 4, sharex=True, sharey=True)
-    for line, case, title in zip(axes, ('alphas, l1 0.001', 'attention, l1 0.001'),
-                                 ('only coefficients\nlearn', 'attention learns,\ntoo')):
-        log = [row for row in rows if row['case'] == case]
+    names = ('the token itself', 'the one before', 'two before', 'three before', 'four before')
+    for line, case in zip(axes, ('alphas, l1 0.001', 'attention, l1 0.001')):
+        log = [row for row in read_all('masks-last5-log')
+               if (row['case'], row['seed']) == (case, 1337)]
         steps = [row['step'] for row in log]
         for layer, ax in enumerate(line):
             c = np.array([[row[f'{layer}.offset:{k}'] for k in range(5)] for row in log])
-            for k, name in enumerate(('the token itself', 'the one before', 'two before',
-                                      'three before', 'four before')):
+            for k, name in enumerate(names):
                 ax.plot(steps, c[:, k] / c.sum(1), label=name,
                         color=matplotlib.colormaps['viridis_r'](k / 5 + 0.1))
-        line[0].set_ylabel(title)
-    for layer, ax in enumerate(axes[0]):
-        ax.set(title=f'layer {layer}', ylim=(0, None))
-    for ax in axes[1]:
-        ax.set(xlabel='step', xticks=(0, 3000, 6000))
+    axes[0, 0].set_ylabel('only coefficients\nlearn')
+    axes[1, 0].set_ylabel('attention learns,\ntoo')
+    for layer in range(4):
+        axes[0, layer].set(title=f'layer {layer}', ylim=(0, None))
+        axes[1, layer].set(xlabel='step', xticks=(0, 3000, 6000))
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=5)
     save(figure, 'coefficients')
 
-KINDS = {  # case in runs/lengths.csv: name, colour, marker
-    'eager': ('eager: stores all scores', '#E69F00', 's'),
-    'fused': ('PyTorch\'s fused kernel', BLACK, 'o'),
-    'masks': ('masks in blocks', INDIGO, '^'),
-}
-
 def draw_scaling():
-    rows = compare.read_rows(HERE / 'runs/lengths.csv')
+    rows = read_all('lengths')
     tokens = sorted({row['tokens'] for row in rows})
     figure = Figure(figsize=(9, 4.6), layout='constrained')
     axes = figure.subplots(1, 2)
     for ax, field, label in zip(axes, ('ms', 'mib'), ('milliseconds', 'MiB at the peak')):
-        for case, (_, colour, marker) in KINDS.items():
+        for case, colour, marker in (('eager', '#E69F00', 's'), ('fused', BLACK, 'o'),
+                                     ('masks', INDIGO, '^')):
             found = [row[field] for row in rows if row['case'] == case]
             ax.plot(tokens, found, color=colour, marker=marker)
         starts = [row[field] for row in rows if row['tokens'] == tokens[0]]
@@ -281,8 +278,8 @@ def draw_scaling():
         ax.set_xticks(tokens, [f'{T:g}' for T in tokens])
         ax.yaxis.set_major_formatter('{x:,g}')
         ax.minorticks_off()
-    figure.legend(axes[0].lines[:3], [name for name, *_ in KINDS.values()],
-                  loc='outside lower center', ncols=3)
+    names = 'eager: stores all scores', 'PyTorch\'s fused kernel', 'masks in blocks'
+    figure.legend(axes[0].lines[:3], names, loc='outside lower center', ncols=3)
     save(figure, 'scaling')
 
 def main():
