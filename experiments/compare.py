@@ -94,9 +94,10 @@ def flag_of(field, value):
 def cases_of(script, flags, table, sweep):
     """{name: Config}: rows of a table, every combination of FIELD=A,B, or both crossed."""
     cases, tables = {'': flags}, {}
-    for row in read_rows(HERE / 'tables.csv'):
-        if row['script'] == script.SCRIPT:
-            tables.setdefault(row['table'], {})[row['row']] = row['flags'].split()
+    with open(HERE / 'tables.csv', newline='') as file:
+        for row in csv.DictReader(file):
+            if row['script'] == script.SCRIPT:
+                tables.setdefault(row['table'], {})[row['row']] = row['flags'].split()
     if table:
         if table not in tables:
             fail(f'--table {table}: choose from {", ".join(tables)}')
