@@ -42,9 +42,9 @@ linear model on the same pixels 26.2 %. To try a formula of your own, add a row 
 
 Two presets are the papers' models: vit-small from the repository vision-transformers-cifar10,
 deit-small-local from efficient-vit-training. With the originals' weights they give the originals'
-logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment,
-random erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours
-are trained.
+logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment, random
+erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours are
+trained.
 """
 import argparse
 import csv

@@ -20,7 +20,7 @@ the script that made it, and checksums of its data and weights. The same command
 that file lacks, and a run that was stopped goes on from its last checkpoint. Runs are in
 NAME.logs beside NAME.csv: to train one again, remove its row and its folder. The last line names a
 picture: every case over steps and over seconds. --diagnose also logs lengths and angles of what
-attention passes on (see diagnose.py). Needs scipy, and matplotlib for the picture.
+attention outputs (see diagnose.py). Needs scipy, and matplotlib for the picture.
 """
 import argparse
 import contextlib
