@@ -298,7 +298,7 @@ class Config:
     device: str = 'auto'           # cpu, cuda, cuda:1, mps
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: PyTorch's choice
-    log_interval: int = 10         # steps between lines of progress; 0: none
+    log_interval: int = 50         # steps between lines of progress; 0: none
     resume: bool = False           # continue this command's last run, or start one
     out_dir: str = 'out'           # where runs are written
     # sample, criteria
@@ -753,8 +753,9 @@ def train(c, folder=None, data=None, teacher=None):
 # ------------------------------------ report, sample, criteria ------------------------------------
 def report(c, model, log, folder, data):
     """Print the result and draw the run. A student and its teacher also write a text."""
+    judged = 'KL' if c.masks else 'loss'  # a teacher has no masks
     draw_curves(folder, log, {'training loss (nats per token)': 'loss',
-                              "validation loss (a student's: KL)": 'val_loss'})
+                              f'validation {judged} (nats per token)': 'val_loss'})
     if not c.masks:
         guess = math.log(model.config.vocab_size)
         return print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token '
@@ -785,7 +786,7 @@ def print_criteria(c, model, teacher, data, trained=None):
             row += f'{value:<#9.3g}{verdict:11}'
         print(row.rstrip())
     kept = kept_pairs(c.masks, model.alphas(), c.block_size)
-    print(f'result  with {kept:.0%} of the token pairs {trained["accuracy"]:.3f} times the '
+    print(f'result  it sees {kept:.0%} of the token pairs: {trained["accuracy"]:.3f} times its '
           f'teacher\'s accuracy, perplexity {trained["perplexity"]:.3f} (the teacher: '
           f'{trained["teacher_perplexity"]:.3f}),\n        {trained["passed"]} of {len(CRITERIA)} '
           f'goals met, on {sum(len(x) for x, _ in batches)} validation sequences')

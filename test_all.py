@@ -2047,7 +2047,8 @@ def test_mask_two_stages(tmp_path):
         return len([*tmp_path.glob('out/*/teacher*/ckpt.pt')])
     with patch.object(mask, 'get_tokenizer', side_effect=OSError('no network')):
         end = run(mask, *flags)
-    assert end.code == 0 and end.out.index('result  with 12%') < end.out.index('note    no sample')
+    assert end.code == 0, end
+    assert end.out.index('result  it sees 12%') < end.out.index('note    no sample')
     first, losses = end.result['folder'], [row['val_loss'] for row in end.result['log']]
     assert losses[-1] < 0.7 * losses[0], losses
     close([end.result['kl'], end.result['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)

@@ -2,7 +2,7 @@
 
     python experiments/figures.py    # writes experiments/*.png; trains nothing, takes seconds
 
-    method.png    what each idea passes on, its formula, and lines of its script that compute it
+    method.png    what each idea outputs, its formula, and lines of its script that compute it
     claims.png    what was found: differences from softmax in a GPT, a ViT and DETR
     rates.png     a small GPT's validation loss by learning rate, and its difference from softmax's
     variants.png  every variant at its own best rate: its difference from softmax, sorted
@@ -31,7 +31,7 @@ VARIANTS = {  # name and colour; those of variants.py, and compare.py's
     **compare.VARIANTS, 'differential': ('differential attention', INDIGO),
     'gated': ('gated attention', '#661100'), 'laplacian': ('Laplacian heads', '#666633'),
     'lasso': ('our easier Lasso', WINE), 'no-weights': ('no weight matrices', GREY),
-    'Lasso,': ('the paper\'s Lasso', WINE)}
+    'Lasso,': ('the paper\'s Lasso,\nover keys', WINE)}
 MARKERS = dict(zip(VARIANTS, 'os^DvPXpd<>hovs'))
 matplotlib.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'axes.grid': True, 'grid.color': PALE,
@@ -68,7 +68,7 @@ def draw_differences(ax, below):
     ax.text(*(foot / 2 + (0.1, 0.2)), 'αV', color=GREEN, ha='center', va='center')
     corner = foot + np.array([(0.0, 0.22), (-0.22, 0.22), (-0.22, 0.0)])
     ax.plot(*corner.T, color=GREEN, lw=1.2)
-    ax.set(xlim=(-0.9, 3.3), ylim=(-0.5, 2.2), title='Pass on a difference')
+    ax.set(xlim=(-0.9, 3.3), ylim=(-0.5, 2.2), title='Output a difference')
     explain(below, 'attentionx_gpt.py', [
         (RED, r'AttentionX:  $V - \gamma\,\mathrm{MH}$,  here $\gamma = 1$'),
         (BLACK, 'v - gamma * mh'),
@@ -89,9 +89,9 @@ def draw_lasso(ax, below):
     ax.set(xlim=(-1.4, 3.0), ylim=(-0.7, 2.5), title='Rebuild a query q from few keys k')
     explain(below, 'admm_detr.py', [
         (WINE, r'Lasso:  $\mathrm{min}_x\,\|q - x^T K\|^2 + \lambda\,\|x\|_1$'),
+        (GREY, 'A step of ADMM: ridge regression,'),
+        (GREY, 'then coefficients a shrink by t:'),
         (BLACK, 'F.relu(a - t) - F.relu(-a - t)'),
-        (GREY, 'ADMM: ridge regression, then this'),
-        (GREY, 'shrinkage of coefficients a by t'),
         (GREY, 'the gap to q is what λ costs')])
 
 def draw_masks(ax, below):
@@ -164,7 +164,7 @@ def draw_claims():
     lines = table('belief_vit', 'vit-cifar10', *TUNE)
     bars(vit, named(lines, 'attentionx 2e-3', 'belief 2e-3', 'belief-star 1e-3'),
          xlim=(-0.025, 0.025), title='ViT on CIFAR-10, each at its best rate',
-         xlabel='accuracy minus softmax\'s (0 to 1)\nright is better')
+         xlabel='accuracy minus softmax\'s (0.01 is a point)\nright is better')
     lines = table('admm_detr', 'detr-softmax-31-33 detr-softmax-34-42 detr-cross')
     lines.update(table('admm_detr', 'detr-solved'))
     bars(detr, named(lines, 'lasso', 'no-weights', 'Lasso, solved'), xlim=(-0.8, 0.2),
@@ -196,7 +196,7 @@ def draw_rates():
         ax.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
         ax.minorticks_off()
     left.set(title='loss after 1000 steps', ylabel='nats per byte')
-    right.set(title='the same minus softmax\'s', ylabel='below 0 is better')
+    right.set(title='the same minus softmax\'s', ylabel='nats per byte: below 0 is better')
     figure.legend(*left.get_legend_handles_labels(), loc='outside lower center', ncols=4)
     save(figure, 'rates')
 
@@ -209,7 +209,9 @@ def draw_variants():
     named = {}
     for line in sorted(lines, key=lambda line: line['diff']):
         variant, *gamma, rate = line['case'].split()
-        name = VARIANTS[variant][0] + (', γ = 2' if gamma == ['2'] else '')
+        name = VARIANTS[variant][0]
+        if variant == 'attentionx':
+            name += f', γ = {"".join(gamma) or 3}'
         named[f'{name}, at {float(rate):g}'] = line
     figure = Figure(figsize=(7.6, 0.6 + 0.4 * len(lines)))
     bars(figure.subplots(), named, xlabel=f'validation {LOSS}: left of 0 is better')
@@ -219,7 +221,7 @@ def draw_layers():
     rows = read_all('vit-first-epoch-log')
     steps = sorted({row['step'] for row in rows})
     panels = {'length of Δ / length of MH': lambda r: r['update_out'] / r['mh_out'],
-              'share along X: Δ\'s minus MH\'s': lambda r: r['cos2_update'] - r['cos2_mh'],
+              'share along X: Δ minus MH': lambda r: r['cos2_update'] - r['cos2_mh'],
               'α: how much of V is in MH': lambda r: r['alpha']}
     figure = Figure(figsize=(9, 3.6), layout='constrained')
     axes = figure.subplots(1, 3)
@@ -250,8 +252,8 @@ def draw_coefficients():
             for k, name in enumerate(names):
                 ax.plot(steps, c[:, k] / c.sum(1), label=name,
                         color=matplotlib.colormaps['viridis_r'](k / 5 + 0.1))
-    axes[0, 0].set_ylabel('only coefficients\nlearn')
-    axes[1, 0].set_ylabel('attention learns,\ntoo')
+    axes[0, 0].set_ylabel('share, where only\ncoefficients learn')
+    axes[1, 0].set_ylabel('share, where\nattention learns, too')
     for layer in range(4):
         axes[0, layer].set(title=f'layer {layer}', ylim=(0, None))
         axes[1, layer].set(xlabel='step', xticks=(0, 3000, 6000))
