@@ -1144,13 +1144,13 @@ def draw_found(path, examples, answers, classes):
         for axis, shown, boxes in zip(column, (pixels, lit), (found, found[:1])):
             axis.imshow(shown, extent=(0, width, height, 0))
             axis.axis('off')
-        if not found:
-            column[0].set_title('nothing has the lowest score to show')
             for one in reversed(boxes):  # the highest-scoring on top
                 (x, y, w, h), k = one['bbox'], one['category_id']
                 axis.add_patch(Rectangle((x, y), w, h, color=f'C{k % 10}', fill=False, lw=1.5))
                 axis.text(x, y, f'{classes[k]} {one["score"]:.2f}', color='white', fontsize=8,
                           parse_math=False, bbox=dict(color=f'C{k % 10}', pad=1))
+        if not found:
+            column[0].set_title('no score is high enough to show')
     figure.savefig(path)
 
 def chance(targets):

@@ -939,6 +939,22 @@ def test_detr_finds():
     close([left + w / 2, top + h / 2, w, h], box, 1e-5)
     assert light.sum() == light[8:16, 24:].sum() == 64 and encode.call_count == 1, light
 
+@wants('matplotlib')
+def test_detr_draws(tmp_path):
+    """All boxes with their labels, below only the surest; and it is said where there is none."""
+    example = torch.zeros(3, 8, 16), dict(orig_size=(20, 40))
+    boxes = [dict(bbox=[5, 6, 7, 8], category_id=1, score=0.9),
+             dict(bbox=[1, 2, 3, 4], category_id=0, score=0.7)]
+    light = np.ones((8, 16))
+    with patch('matplotlib.figure.Figure.savefig', autospec=True) as drawn:
+        detr.draw_found(tmp_path / 'x.png', [example] * 2, [(boxes, light), ([], light)], 'ab')
+    above, empty, below, _ = drawn.call_args[0][0].axes
+    for axis, texts in (above, ['a 0.70', 'b 0.90']), (empty, []), (below, ['b 0.90']):
+        assert [text.get_text() for text in axis.texts] == texts, texts
+        assert len(axis.patches) == len(texts) and axis.get_xlim() == (0, 40), axis
+    assert above.patches[1].get_bbox().bounds == (5, 6, 7, 8)
+    assert empty.get_title() and not above.get_title()
+
 # --------------------------------- masks: GPT-2 and its student ---------------------------------
 DENSE, BLOCKED = mask.dense_attention, mask.blocked_attention
 
