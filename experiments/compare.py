@@ -270,7 +270,11 @@ def train_one(name, row, c, folder):
         if fcntl:  # wait if another command trains the same
             fcntl.flock(file, fcntl.LOCK_EX)
         if not (folder / 'row.csv').exists():
-            found = results_of(name, c, folder, 'diagnose' in row)
+            try:
+                found = results_of(name, c, folder, 'diagnose' in row)
+            except Exception:  # the traceback does not say whose run it was
+                print(f'failed: {row["case"]}, seed {row["seed"]:g}', file=sys.stderr)
+                raise
             write_rows(folder / 'row.csv', [{**row, **found}])
     (folder / 'ckpt.pt').unlink(missing_ok=True)
     return read_rows(folder / 'row.csv')[0]
