@@ -99,15 +99,18 @@ def looks(name, step, key, **where):
     return np.mean([row[key] for row in rows_of(name) if row['step'] == step
                     and all(row.get(field) == x for field, x in where.items())])
 
-def moved(case):
-    """The most by which a share of the last five tokens moves in the second half of the runs."""
+def moved(learn):
+    """The most by which a share of the last five tokens moves in the second half of the runs in
+    which attention, or only the alphas, learn."""
     found = []
-    for seed in (1, 1337):
-        c = np.array([[[row[f'{i}.offset:{k}'] for k in range(5)] for i in range(4)]
-                      for row in rows_of('masks-last5-log')
-                      if (row['case'], row['seed']) == (case, seed) and row['step'] >= 3125])
-        shares = c / c.sum(2, keepdims=True)
-        found.append(abs(shares - shares[-1]).max())
+    for name in ('masks-last5-log', 'masks-last5-other-log'):
+        runs = {}
+        for row in rows_of(name):
+            if row['case'].startswith(learn) and row['step'] >= 3125:
+                c = np.array([[row[f'{i}.offset:{k}'] for k in range(5)] for i in range(4)])
+                run = runs.setdefault((row['case'], row['seed']), [])
+                run.append(c / c.sum(1, keepdims=True))
+        found += [abs(np.array(run) - run[-1]).max() for run in runs.values()]
     return max(found)
 
 def first(script, flags, figure):
@@ -163,7 +166,6 @@ FOUR = 'accuracy', 'mse', 'cosine', 'kl'
 SHORTER = lambda r: r('update_out') / r('mh_out')
 ANGLE = lambda r: np.degrees(np.arccos(r('cos_mh')) - np.arccos(r('cos_update')))
 ANGLES = layers('gpt-belief-log', 1000, ANGLE)
-VIT_ANGLES = layers('vit-first-epoch-log', 703, ANGLE)
 LENGTHS = {(row['case'], row['tokens']): row for row in rows_of('lengths')}
 BY_ALPHAS = [mean('masks-teachers', f'64+4, mask only teacher{n}.pt', 'kl')
              - mean('masks-more-teachers', f'64+4, alphas teacher{n}.pt', 'kl') for n in (2, 3, 4)]
