@@ -316,7 +316,7 @@ class Config:
     lr_backbone_ratio: float = 1.0  # the backbone's rate / learning_rate
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
     schedule: Literal['cosine', 'step'] = 'cosine'  # after warmup; step: see warmdown_iters
-    warmup_iters: int = 100        # steps until the rate is at its peak; fewer for a short trial
+    warmup_iters: int = 100        # steps up to the peak rate; set fewer for short runs
     warmdown_iters: int = 0        # of schedule step: the last steps, at a tenth of the rate
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
@@ -572,8 +572,7 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def stream(name, *numbers):
-    """A generator for each purpose. The final 1: to NumPy, seeds [1, 7] and [1, 7, 0] are the
-    same."""
+    """Random numbers for one purpose. The last 1 is needed: NumPy ignores zeros at a seed's end."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y), 0 to 1, of its box a shape covers. It must touch all four sides of the box.
@@ -642,8 +641,8 @@ class Drawings:
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless it is stored in the `size` (width, height) that its boxes are given for. Transparent
-    pixels are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
+    unless its stored (width, height) is `size`, that of boxes drawn on it. Transparent pixels
+    are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
@@ -1028,8 +1027,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
-    # error until the scale is 1. In other dtypes it always is 1.
+    # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
+    # error only when the scale is down to 1. In other dtypes it is always 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -1064,7 +1063,7 @@ def train(c, folder=None, data=None):
                 for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
     coming = POOL.submit(make_batches, step)  # a thread makes them while the model trains
     while True:
-        # the checkpoint comes before the evaluation, which a resumed run repeats
+        # the checkpoint comes first: a resumed run repeats the evaluation
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
             save(folder, 'ckpt.pt', dict(
@@ -1092,7 +1091,7 @@ def train(c, folder=None, data=None):
 
         # one step; seed and step decide batch and dropout, so a resumed run repeats them
         start = time.perf_counter()
-        torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # of dropout
+        torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = group['ratio'] * get_lr(step, c)
         batches = coming.result()
@@ -1280,15 +1279,15 @@ def load_run(c):
         file = max(files, key=lambda file: os.path.getmtime(file.with_name('ckpt.pt')))
     saved = load(file)
     print(f'run     {file.parent}')
-    gone = saved['config'].keys() - asdict(c).keys()
-    if gone:
-        fail(f'that run has settings that {SCRIPT}.py no longer knows: {", ".join(sorted(gone))}')
-    model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
+    try:
+        model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
+    except (KeyError, TypeError) as error:  # a row or a field was removed since
+        fail(f'that run has settings that {SCRIPT}.py no longer knows: {error}')
     model.load_state_dict(saved['model'])
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
+    """Load the last checkpoint -> its progress: step, seconds, log, losses not yet in log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     # a field that you added since counts as its default; one that you removed is not compared
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
@@ -1322,7 +1321,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -1361,13 +1360,13 @@ def train_and_report(c, data=None):
     try:
         model, log = train(c, folder, data)
     except BaseException as error:
-        stopped, step = isinstance(error, KeyboardInterrupt), 0
+        stopped, kept = isinstance(error, KeyboardInterrupt), 0
         if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
-            step = load(folder / 'ckpt.pt')['progress'][0]
-        if RANK == 0 and step == 0 and not c.resume:  # nothing to keep
+            kept = load(folder / 'ckpt.pt')['progress'][0]  # steps
+        if RANK == 0 and kept == 0 and not c.resume:
             shutil.rmtree(folder)
-        if stopped and step:
-            raise KeyboardInterrupt(f'; --resume continues this command from step {step}')
+        if stopped and kept:
+            raise KeyboardInterrupt(f'; --resume continues this command from step {kept}')
         raise
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -1394,7 +1393,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --out_dir, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')

@@ -6,8 +6,8 @@
 
 Multi-head attention gives a token a weighted sum of values, MH = softmax(QK^T / sqrt(hs)) V. The
 papers argue that a layer should output how MH differs from the token's own value V. The idea comes
-from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round, a node
-tells its neighbours how their solutions differ [BF Eq. 1-5].
+from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round, neighbours
+exchange how their solutions differ [BF Eq. 1-5].
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
@@ -23,13 +23,12 @@ tells its neighbours how their solutions differ [BF Eq. 1-5].
     [BF Eq. 10]     Delta = MH - alpha V,       alpha = <MH,V> / <V,V>        belief
     [BF Eq. 13]     Delta_s: in head m, MH_m - beta_m V_m,
                     beta_m = <MH_m,V_m> / <V_m,V_m>                           belief-head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s, with a second matrix W^s         belief-star
-    [AX2 Sec. 4]    gamma: 3, or 1 with --zero-diag [AX2 Sec. 3.2], or
-                    0.5 in the first version [AX1 Sec. 4.2]                   default_gamma()
+    [BF Eq. 15]     Delta and, through a second matrix W^s, Delta_s           belief-star
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
-attentionx-v1 with gamma is gamma times attentionx with 1 / gamma. W^o can learn this factor, but
-they train differently.
+By default gamma is 3 [AX2 Sec. 4.2], with --zero-diag 1 [AX2 Sec. 3.2], and in attentionx-v1 0.5
+[AX1 Sec. 4.2]. attentionx-v1 with gamma is gamma times attentionx with 1 / gamma. W^o can learn
+this factor, but they train differently.
 
     python attentionx_gpt.py                              # train: a minute on two cores, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
@@ -81,8 +80,8 @@ def fail(message):
 def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     """MH = softmax(QK^T / sqrt(hs)) V, where no token sees a later one.  [BF Eq. 9]
 
-    q, k, v and MH are (B, T, nh, hs). With zero_diag no token attends to itself; the first token,
-    which then sees none, gets 0.  [AX2 Sec. 3.2]
+    q, k, v and MH are (B, T, nh, hs). With zero_diag no token attends to itself [AX2 Sec. 3.2]; the
+    first, which then sees none, gets 0 [choice].
     """
     if zero_diag:  # queries shifted by one: token t + 1 sees 0..t
         mh = multi_head(q[:, 1:], k[:, :-1], v[:, :-1], dropout=dropout)
@@ -131,8 +130,8 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(update.flatten(2))
 
 class LearnedGamma(CausalSelfAttention):
-    """Phi = V - gamma MH, where each head learns its gamma.  [choice] AX2 learns none: "one
-    additional" parameter in its Sec. 5 is probably a misprint for "no"."""
+    """Phi = V - gamma MH, where each head learns its gamma.  [choice] AX2 learns none (Sec. 3.2);
+    "one additional" parameter in its Sec. 5 is probably a misprint."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
         self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))  # (nh, 1)
@@ -163,10 +162,10 @@ ATTENTION = {
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,                          # [AX1 Eq. 9]
     'attentionx-learned': LearnedGamma,                                            # [choice]
     'belief': lambda mh, v, gamma: orthogonal(mh.flatten(2), v.flatten(2)),        # [BF Eq. 10]
-    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),                         # [BF Eq. 13]
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13], alone: [choice]
     'belief-star': BeliefStar,                                                     # [BF Eq. 15]
-    'softmax-scaled': lambda mh, v, gamma: gamma * mh,   # a control: is it the scale?
-    'value-skip': lambda mh, v, gamma: mh + v,           # a control: is it V?
+    'softmax-scaled': lambda mh, v, gamma: gamma * mh,   # a control: only the scale
+    'value-skip': lambda mh, v, gamma: mh + v,           # a control: V is added
 }  # experiments/variants.py has more, from other papers
 
 def default_gamma(c):
@@ -175,9 +174,9 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # with gamma 1 it is softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # gamma 1 would make it softmax
         return 1.0  # [AX2 Sec. 3.2]
-    return 3.0  # [AX2 Sec. 4]
+    return 3.0  # [AX2 Sec. 4.2]
 
 # ------------------------------------ configuration ------------------------------------
 @dataclass
@@ -208,7 +207,7 @@ class Config:
     learning_rate: float = 2e-3    # at its peak
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
     schedule: Literal['cosine', 'trapezoid'] = 'cosine'  # after warmup
-    warmup_iters: int = 100        # steps until the rate is at its peak; fewer for a short trial
+    warmup_iters: int = 100        # steps up to the peak rate; set fewer for short runs
     warmdown_iters: int = 0        # trapezoid: steps of linear decay at the end
     weight_decay: float = 0.1      # AdamW's, on matrices
     beta1: float = 0.9
@@ -359,7 +358,7 @@ class GPT(nn.Module):
             if top_k:
                 least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
                 logits[logits < least] = -math.inf
-            if temperature > 1e-6:  # below, softmax would overflow
+            if temperature > 1e-6:  # if it is smaller, softmax would overflow
                 token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
             else:
                 token = logits.argmax(-1, keepdim=True)
@@ -485,8 +484,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
-    # error until the scale is 1. In other dtypes it always is 1.
+    # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
+    # error only when the scale is down to 1. In other dtypes it is always 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -512,7 +511,7 @@ def train(c, folder=None, data=None):
           f'on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
-        # the checkpoint comes before the evaluation, which a resumed run repeats
+        # the checkpoint comes first: a resumed run repeats the evaluation
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
             save(folder, 'ckpt.pt', dict(
@@ -539,7 +538,7 @@ def train(c, folder=None, data=None):
 
         # one step; seed and step decide batch and dropout, so a resumed run repeats them
         start = time.perf_counter()
-        torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # of dropout
+        torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = get_lr(step, c)
         batches = [get_batch(data, c, step, micro_step, device)  # this process's share
@@ -554,7 +553,7 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, sample ------------------------------------
 def report(c, model, log, folder, data):
-    """Print the result beside a bigram model's, draw the curves, and let the best weights write."""
+    """Print the result beside a bigram model's, draw the curves, sample from the best weights."""
     print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token '
           f'(a bigram model: {bigram_loss(data):.3f})')
     draw_curves(folder, log, {'training loss (nats per token)': 'loss',
@@ -674,15 +673,15 @@ def load_run(c):
         file = max(files, key=lambda file: os.path.getmtime(file.with_name('ckpt.pt')))
     saved = load(file)
     print(f'run     {file.parent}')
-    gone = saved['config'].keys() - asdict(c).keys()
-    if gone:
-        fail(f'that run has settings that {SCRIPT}.py no longer knows: {", ".join(sorted(gone))}')
-    model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
+    try:
+        model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
+    except (KeyError, TypeError) as error:  # a row or a field was removed since
+        fail(f'that run has settings that {SCRIPT}.py no longer knows: {error}')
     model.load_state_dict(saved['model'])
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
+    """Load the last checkpoint -> its progress: step, seconds, log, losses not yet in log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     # a field that you added since counts as its default; one that you removed is not compared
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
@@ -716,7 +715,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -755,13 +754,13 @@ def train_and_report(c, data=None):
     try:
         model, log = train(c, folder, data)
     except BaseException as error:
-        stopped, step = isinstance(error, KeyboardInterrupt), 0
+        stopped, kept = isinstance(error, KeyboardInterrupt), 0
         if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
-            step = load(folder / 'ckpt.pt')['progress'][0]
-        if RANK == 0 and step == 0 and not c.resume:  # nothing to keep
+            kept = load(folder / 'ckpt.pt')['progress'][0]  # steps
+        if RANK == 0 and kept == 0 and not c.resume:
             shutil.rmtree(folder)
-        if stopped and step:
-            raise KeyboardInterrupt(f'; --resume continues this command from step {step}')
+        if stopped and kept:
+            raise KeyboardInterrupt(f'; --resume continues this command from step {kept}')
         raise
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -788,7 +787,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --out_dir, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')

@@ -6,8 +6,8 @@
 
 Multi-head attention gives an image's patch a weighted sum of values, MH = softmax(QK^T / sqrt(hs))
 V. The papers argue that a layer should output how MH differs from the patch's own value V. The idea
-comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round, a
-node tells its neighbours how their solutions differ [BF Eq. 1-5].
+comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round,
+neighbours exchange how their solutions differ [BF Eq. 1-5].
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
@@ -21,15 +21,14 @@ node tells its neighbours how their solutions differ [BF Eq. 1-5].
     [BF Eq. 10]     Delta = MH - alpha V,       alpha = <MH,V> / <V,V>        belief
     [BF Eq. 13]     Delta_s: in head m, MH_m - beta_m V_m,
                     beta_m = <MH_m,V_m> / <V_m,V_m>                           belief-head
-    [BF Eq. 15]     Delta W^o + Delta_s W^s, with a second matrix W^s         belief-star
+    [BF Eq. 15]     Delta and, through a second matrix W^s, Delta_s           belief-star
     [AX2 Eq. 10]    Phi = V - gamma MH,         gamma >= 1                    attentionx
     [AX1 Eq. 9]     Phi = gamma V - MH,         0 < gamma <= 1                attentionx-v1
     [choice]        V - gamma MH, where each head learns its gamma            attentionx-learned
-    [AX2 Sec. 3.2]  gamma: 1 with --zero-diag, 3 without [choice],
-                    1 in the first version [AX1 Sec. 4.1]                     default_gamma()
-    [BF Sec. 5.3]   the papers' optimiser, SET-Adam [SA]                      SETAdam
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
+By default gamma is 1 with --zero-diag [AX2 Sec. 3.2] and in attentionx-v1 [AX1 Sec. 4.1], else 3
+[choice]. The papers' optimiser is SETAdam [BF Sec. 5.3].
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, on the same batches
@@ -171,10 +170,10 @@ ATTENTION = {
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,                          # [AX1 Eq. 9]
     'attentionx-learned': LearnedGamma,                                            # [choice]
     'belief': lambda mh, v, gamma: orthogonal(mh.flatten(2), v.flatten(2)),        # [BF Eq. 10]
-    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),                         # [BF Eq. 13]
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13], alone: [choice]
     'belief-star': BeliefStar,                                                     # [BF Eq. 15]
-    'softmax-scaled': lambda mh, v, gamma: gamma * mh,   # a control: is it the scale?
-    'value-skip': lambda mh, v, gamma: mh + v,           # a control: is it V?
+    'softmax-scaled': lambda mh, v, gamma: gamma * mh,   # a control: only the scale
+    'value-skip': lambda mh, v, gamma: mh + v,           # a control: V is added
 }
 
 def default_gamma(c):
@@ -183,7 +182,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # with gamma 1 it is softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # gamma 1 would make it softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -227,8 +226,8 @@ class Config:
     A field of yours is an int, float, str, bool or Literal; `= None` means not set."""
     # the papers' method
     attention: str = 'belief'      # a row of ATTENTION
-    gamma: float = None            # default: 3; zero_diag or attentionx-v1: 1
-    zero_diag: bool = True         # no token attends to itself [AX2 Sec. 3.2]
+    gamma: float = None            # default: see default_gamma
+    zero_diag: bool = True         # no token attends to itself, with softmax too [AX2 Sec. 3.2]
     # model
     # shifted: patches also see shifted images, and attention learns a scale, arXiv 2112.13492
     # deit-local: the feed-forward network has a convolution, arXiv 2104.05707
@@ -259,7 +258,7 @@ class Config:
     optimizer: Literal['adamw', 'set-adam'] = 'adamw'  # the papers use set-adam
     learning_rate: float = 4e-3    # at its peak
     min_lr_ratio: float = 0.0      # final cosine rate / learning_rate; 1 keeps it constant
-    warmup_iters: int = 50         # steps until the rate is at its peak; fewer for a short trial
+    warmup_iters: int = 50         # steps up to the peak rate; set fewer for short runs
     weight_decay: float = 0.05     # AdamW's, on matrices
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 100       # steps between evaluations and checkpoints; 0: only at the end
@@ -290,7 +289,7 @@ VIT_SMALL = dict(embed_dim=512, depth=6, num_heads=8, mlp_dim=512, dropout=0.1)
 DEIT_SMALL = dict(model='deit', zero_diag=False, image_size=224, patch_size=16, embed_dim=384,
                   depth=12, num_heads=6, mlp_dim=1536)
 PRESETS = {
-    'tiny': {}, 'vit-small': VIT_SMALL,  # these four choose a model, and nothing else
+    'tiny': {}, 'vit-small': VIT_SMALL,  # this line and the next only choose a model
     'deit-small': DEIT_SMALL, 'deit-small-local': dict(DEIT_SMALL, model='deit-local'),
     't4': dict(VIT_SMALL, data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=256, grad_accum_steps=2, learning_rate=5e-4, warmup_iters=200,
@@ -419,8 +418,8 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from the seed and its name alone: what variants share starts equal. How p is
-        drawn is the originals' choice."""
+        """Initialise p from the seed and its name alone, so that it starts equal in all variants
+        that have it. The distributions are the originals'."""
         model, bias = self.config.model, name.endswith('.bias')
         rng = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         owner = self.get_submodule(name.rpartition('.')[0])  # of cls_token and pos_embed: self
@@ -449,11 +448,10 @@ class ViT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """A generator for each purpose. The final 1: to NumPy, seeds [1, 7] and [1, 7, 0] are the
-    same."""
+    """Random numbers for one purpose. The last 1 is needed: NumPy ignores zeros at a seed's end."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-# About the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
+# Roughly the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
 # A new row changes all drawings.
 SHAPES = {
     'disc': lambda x, y: np.hypot(x, y) - 0.8,
@@ -533,7 +531,7 @@ def load_data(c):
     return SimpleNamespace(**splits, meta=meta)
 
 def spread(total, n):
-    """Row numbers of n of `total` images, evenly spread; of all if n is 0, or larger."""
+    """Row numbers of n of `total` images, evenly spread; all if n is 0, or too large."""
     return np.unique(np.linspace(0, total - 1, n or total).astype(np.int64))
 
 # ------------------------------------ images ------------------------------------
@@ -541,8 +539,8 @@ POOL = ThreadPoolExecutor()  # it decodes photos, and makes batches while the mo
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless it is stored in the `size` (width, height) that its boxes are given for. Transparent
-    pixels are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
+    unless its stored (width, height) is `size`, that of boxes drawn on it. Transparent pixels
+    are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
@@ -778,8 +776,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
-    # error until the scale is 1. In other dtypes it always is 1.
+    # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
+    # error only when the scale is down to 1. In other dtypes it is always 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -811,7 +809,7 @@ def train(c, folder=None, data=None):
                 for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
     coming = POOL.submit(make_batches, step)  # a thread makes them while the model trains
     while True:
-        # the checkpoint comes before the evaluation, which a resumed run repeats
+        # the checkpoint comes first: a resumed run repeats the evaluation
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
             save(folder, 'ckpt.pt', dict(
@@ -840,7 +838,7 @@ def train(c, folder=None, data=None):
 
         # one step; seed and step decide batch and dropout, so a resumed run repeats them
         start = time.perf_counter()
-        torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # of dropout
+        torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = get_lr(step, c)
         batches = coming.result()
@@ -857,7 +855,7 @@ def train(c, folder=None, data=None):
 def report(c, model, log, folder, data):
     """Print the result beside a linear model's and the majority class's, and draw the curves."""
     images, labels = data.test
-    model.load_state_dict(load(folder / 'best.pt')['model'])  # train left the last ones
+    model.load_state_dict(load(folder / 'best.pt')['model'])  # it held the last weights
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     majority = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
@@ -982,15 +980,15 @@ def load_run(c):
         file = max(files, key=lambda file: os.path.getmtime(file.with_name('ckpt.pt')))
     saved = load(file)
     print(f'run     {file.parent}')
-    gone = saved['config'].keys() - asdict(c).keys()
-    if gone:
-        fail(f'that run has settings that {SCRIPT}.py no longer knows: {", ".join(sorted(gone))}')
-    model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
+    try:
+        model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
+    except (KeyError, TypeError) as error:  # a row or a field was removed since
+        fail(f'that run has settings that {SCRIPT}.py no longer knows: {error}')
     model.load_state_dict(saved['model'])
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
+    """Load the last checkpoint -> its progress: step, seconds, log, losses not yet in log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     # a field that you added since counts as its default; one that you removed is not compared
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
@@ -1024,7 +1022,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -1063,13 +1061,13 @@ def train_and_report(c, data=None):
     try:
         model, log = train(c, folder, data)
     except BaseException as error:
-        stopped, step = isinstance(error, KeyboardInterrupt), 0
+        stopped, kept = isinstance(error, KeyboardInterrupt), 0
         if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
-            step = load(folder / 'ckpt.pt')['progress'][0]
-        if RANK == 0 and step == 0 and not c.resume:  # nothing to keep
+            kept = load(folder / 'ckpt.pt')['progress'][0]  # steps
+        if RANK == 0 and kept == 0 and not c.resume:
             shutil.rmtree(folder)
-        if stopped and step:
-            raise KeyboardInterrupt(f'; --resume continues this command from step {step}')
+        if stopped and kept:
+            raise KeyboardInterrupt(f'; --resume continues this command from step {kept}')
         raise
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -1096,7 +1094,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --out_dir, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')

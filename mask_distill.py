@@ -448,7 +448,7 @@ class GPT2(nn.Module):
             if top_k:
                 least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
                 logits[logits < least] = -math.inf
-            if temperature > 1e-6:  # below, softmax would overflow
+            if temperature > 1e-6:  # if it is smaller, softmax would overflow
                 token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
             else:
                 token = logits.argmax(-1, keepdim=True)
@@ -677,8 +677,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
             dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
-    # Where gradients overflow float16, the scaler skips the step and halves its scale; that is no
-    # error until the scale is 1. In other dtypes it always is 1.
+    # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
+    # error only when the scale is down to 1. In other dtypes it is always 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -707,7 +707,7 @@ def train(c, folder=None, data=None, teacher=None):
     print(f'model   {role}, {size:,} parameters to train, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
-        # the checkpoint comes before the evaluation, which a resumed run repeats
+        # the checkpoint comes first: a resumed run repeats the evaluation
         if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
             state = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
             if teacher:  # a student needs no other file
@@ -916,7 +916,7 @@ def open_run(c):
     return load_pair(file, pick_device(c)[0])
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses since its last row."""
+    """Load the last checkpoint -> its progress: step, seconds, log, losses not yet in log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     # a field that you added since counts as its default; one that you removed is not compared
     then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
@@ -950,7 +950,7 @@ def draw_curves(folder, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is far off
+        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.grid(alpha=0.3)
     figure.savefig(folder / 'curves.png')
@@ -989,13 +989,13 @@ def train_and_report(c, data=None):
     try:
         model, log = train(c, folder, data)
     except BaseException as error:
-        stopped, step = isinstance(error, KeyboardInterrupt), 0
+        stopped, kept = isinstance(error, KeyboardInterrupt), 0
         if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
-            step = load(folder / 'ckpt.pt')['progress'][0]
-        if RANK == 0 and step == 0 and not c.resume:  # nothing to keep
+            kept = load(folder / 'ckpt.pt')['progress'][0]  # steps
+        if RANK == 0 and kept == 0 and not c.resume:
             shutil.rmtree(folder)
-        if stopped and step:
-            raise KeyboardInterrupt(f'; --resume continues this command from step {step}')
+        if stopped and kept:
+            raise KeyboardInterrupt(f'; --resume continues this command from step {kept}')
         raise
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -1053,7 +1053,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --n_layer, too
+        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --out_dir, too
         p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')

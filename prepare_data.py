@@ -520,8 +520,8 @@ def arrays(paths, out, args):
 # ------------------------------------ photos ------------------------------------
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless it is stored in the `size` (width, height) that its boxes are given for. Transparent
-    pixels are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
+    unless its stored (width, height) is `size`, that of boxes drawn on it. Transparent pixels
+    are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
