@@ -1898,8 +1898,8 @@ def test_stopped_or_failed_early(tmp_path):
 
 def test_best_weights(tmp_path):
     """best.pt has those of the best evaluation, compiled or not; the report's figure is the last.
-    What is evaluated, and loaded, is in eval mode; what trains is in autocast. A run whose settings
-    the script no longer knows is refused."""
+    What is evaluated, and loaded, is in eval mode; what trains is in autocast. A run with settings that
+    the script no longer has is refused."""
     falls, rises = (3, 1, 2), (0.1, 0.3, 0.2)
     for script, metric, figures in ((gpt, 'val_loss', falls), (vit, 'val_acc', rises),
                                     (detr, 'AP', rises), (mask, 'val_loss', falls)):
@@ -1925,11 +1925,12 @@ def test_best_weights(tmp_path):
             return script.load_run(script.Config(folder=str(file.parent), device='cpu'))[0]
         with QUIET:
             assert not use().training, script.SCRIPT
-        saved['config']['warp'] = 9
-        torch.save(saved, file)
-        with contextlib.redirect_stderr(io.StringIO()) as told, QUIET:
-            raises(SystemExit, '2', use)
-        assert 'warp' in told.getvalue(), told.getvalue()
+        rows = [name for name in script.CHOICES if 'attention' in name]  # of the table ATTENTION
+        for change in dict(removed=9), *[{name: 'removed'} for name in rows]:
+            torch.save(dict(saved, config=dict(saved['config'], **change)), file)
+            with contextlib.redirect_stderr(io.StringIO()) as told, QUIET:
+                raises(SystemExit, '2', use)
+            assert 'removed' in told.getvalue(), (script.SCRIPT, change, told.getvalue())
 
 def test_not_finite(tmp_path):
     """A loss or gradient that is not finite stops in that step with one line, and the checkpoint is
