@@ -1898,8 +1898,8 @@ def test_stopped_or_failed_early(tmp_path):
 
 def test_best_weights(tmp_path):
     """best.pt has those of the best evaluation, compiled or not; the report's figure is the last.
-    What is evaluated, and loaded, is in eval mode; what trains is in autocast. A run with settings that
-    the script no longer has is refused."""
+    What is evaluated, and loaded, is in eval mode; what trains is in autocast. A run with settings
+    that the script no longer has is refused."""
     falls, rises = (3, 1, 2), (0.1, 0.3, 0.2)
     for script, metric, figures in ((gpt, 'val_loss', falls), (vit, 'val_acc', rises),
                                     (detr, 'AP', rises), (mask, 'val_loss', falls)):
