@@ -189,19 +189,15 @@ def check_tables(texts):
                 yield '\n'.join(difference)
 
 def printed_intervals(texts):
-    """Those of every table of the texts and of runs/README.md, with any of its rows as first."""
+    """Those of every table of the texts and of runs/README.md; a ViT's in points."""
     runs = (RUNS / 'README.md').read_text('utf-8')
     commands = [command for text in texts.values() for command, _ in COMPARE.findall(text)]
     commands += re.findall(r'compare\.py (.* --from-csv .*)', runs)
     for words in map(shlex.split, commands):
-        if '--bench' in words:
-            continue
-        more = [['--against', line['case']] for line in run_compare(words)[1]]
-        if words[0] == 'attentionx_gpt':
-            more.append(['--metric', 'mean_loss'])
-        for flags in [[], *more]:
-            for line in run_compare([*words, *flags])[1]:
-                yield line['diff'] - line['interval'], line['diff'] + line['interval']
+        scale = 100 if words[0] == 'belief_vit' else 1
+        for line in run_compare(words)[1] if '--bench' not in words else []:
+            middle, half = scale * line['diff'], scale * line['interval']
+            yield middle - half, middle + half
 
 def own_intervals():
     """Those that no command prints."""
@@ -230,10 +226,10 @@ def own_intervals():
         yield stats.ttest_ind(x, y, equal_var=False).confidence_interval()
 
 def texts_of(intervals):
-    """All that may be written of them: rounded, in points, or with half the width."""
+    """All that may be written of them: rounded, or with half the width."""
     for low, high in intervals:
-        for scale, digits in (1, 6), (1, 4), (1, 3), (100, 1):
-            yield f'{scale * low:+.{digits}f} to {scale * high:+.{digits}f}'
+        for digits in 6, 4, 3, 1:
+            yield f'{low:+.{digits}f} to {high:+.{digits}f}'
         yield f'{abs(low + high) / 2:.3f} ± {(high - low) / 2:.3f}'
 
 def check_verdicts(text):
