@@ -1166,7 +1166,8 @@ def report(c, model, log, folder, data):
     guess = chance([data.val.target(row) for row in range(len(data.val))])
     last = log[-1]
     print(f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f} on {len(data.val)} images '
-          f"(another image's objects: {guess['AP']:.3f}, {guess['AP50']:.3f})")
+          f'(with the objects of another image as the answer: {guess["AP"]:.3f}, '
+          f'{guess["AP50"]:.3f})')
     draw_curves(folder, log, {'training loss': 'loss', 'validation loss': 'val_loss',
                               'wrong classes (%)': 'class_error', 'AP': 'AP', 'AP50': 'AP50'})
     model.load_state_dict(load(folder / 'best.pt')['model'])
@@ -1195,8 +1196,8 @@ def detect(c):
         image = to_tensor(photo, model.config.image_size)
         target = dict(image_id=path, orig_size=photo.size[::-1])
         answers[path], seen = find(model, image, target, c.threshold)
-        print(f'{path}: {len(answers[path])} found with --threshold {c.threshold:g}; score, class, '
-              'left, top, width, height in pixels')
+        columns = '; score, class, left, top, width, height in pixels' if answers[path] else ''
+        print(f'{path}: {len(answers[path])} found with --threshold {c.threshold:g}{columns}')
         for one in answers[path]:
             name, box = meta['classes'][one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{x:7.0f}' for x in box))

@@ -3218,19 +3218,18 @@ def main(words):
         sys.exit(f'no test is named {" or ".join(words)}')
     found = dict(ok=0, FAIL=0, skip=0)
     for name, test in chosen.items():
-        clock, how = time.perf_counter(), 'ok'
+        clock, how, why = time.perf_counter(), 'ok', ''
         try:
             with tempfile.TemporaryDirectory() as path:  # as in pytest
                 takes_one = 'tmp_path' in inspect.signature(test).parameters
                 test(*[pathlib.Path(path)] * takes_one)
         except unittest.SkipTest as reason:
-            how = 'skip'
-            print(reason)
+            how, why = 'skip', f': {reason}'
         except (Exception, SystemExit):
             how = 'FAIL'
             traceback.print_exc()
         found[how] += 1
-        print(f'{how:6}{name} ({time.perf_counter() - clock:.1f} s)', flush=True)
+        print(f'{how:6}{name} ({time.perf_counter() - clock:.1f} s){why}', flush=True)
     print('{ok} passed, {FAIL} failed, {skip} skipped'.format(**found))
     return found['FAIL'] > 0
 
