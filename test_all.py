@@ -2009,8 +2009,9 @@ def test_two_processes(tmp_path):
         commands.append((script.SCRIPT, ['--resume', *flags], None))
     code = 'import json, sys, test_all; test_all.one_of_two(json.loads(sys.argv[1]))'
     command = [sys.executable, '-c', code, json.dumps(commands)]
+    port = 10000 + 8 * os.getpid() % 20000  # and the next five: no other suite's
     env = dict(os.environ, PYTHONPATH=str(HERE), WORLD_SIZE='2', TORCHELASTIC_RUN_ID='test',
-               MASTER_ADDR='127.0.0.1', MASTER_PORT=str(10000 + 8 * os.getpid() % 20000))  # torchrun's
+               MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))  # as torchrun gives them
     two = [subprocess.Popen(command, env={**env, 'RANK': rank, 'LOCAL_RANK': rank}, text=True,
                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for rank in '01']
     try:
