@@ -1052,6 +1052,7 @@ def train(c, folder=None, data=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+    begun, before = step, seconds  # another machine may have made these
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f'model   self-attention {c.self_attention}, cross-attention {c.cross_attention}, '
           f'{size:,} parameters to learn, on {device} in {dtype}\n'
@@ -1100,7 +1101,7 @@ def train(c, folder=None, data=None):
         seconds += time.perf_counter() - start
         step += 1
         if c.log_interval and step % c.log_interval == 0:
-            pace = seconds / step
+            pace = (seconds - before) / (step - begun)
             print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
@@ -1201,8 +1202,8 @@ def detect(c):
         for one in answers[path]:
             name, box = meta['classes'][one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{x:7.0f}' for x in box))
-        picture = re.sub(r'[^\w.-]+', '_', path)[-100:] + '.png'  # of a/b.jpg: a_b.jpg.png
-        draw_found(folder / picture, [(image, target)], [(answers[path], seen)], meta['classes'])
+        file = re.sub(r'[^\w.-]+', '_', path)[-100:].lstrip('._') + '.png'  # a/b.jpg: a_b.jpg.png
+        draw_found(folder / file, [(image, target)], [(answers[path], seen)], meta['classes'])
     print(f'files   {folder}: what was found, drawn')
     return answers
 

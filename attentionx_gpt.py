@@ -411,7 +411,10 @@ def get_tokenizer(name):
         return (lambda text: list(text.encode(errors='replace')),
                 lambda ids: bytes(i for i in ids if i < 256).decode(errors='replace'))
     import tiktoken
-    gpt2 = tiktoken.get_encoding('gpt2')
+    try:
+        gpt2 = tiktoken.get_encoding('gpt2')
+    except OSError:
+        raise OSError("tiktoken could not download GPT-2's tokenizer, which it needs once")
     return (lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}),
             lambda ids: gpt2.decode([i for i in ids if i < 50257]))  # a padding id has no text
 
@@ -507,6 +510,7 @@ def train(c, folder=None, data=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+    begun, before = step, seconds  # another machine may have made these
     print(f'model   {c.attention}, {sum(p.numel() for p in model.parameters()):,} parameters, '
           f'on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
@@ -547,7 +551,7 @@ def train(c, folder=None, data=None):
         seconds += time.perf_counter() - start
         step += 1
         if c.log_interval and step % c.log_interval == 0:
-            pace = seconds / step
+            pace = (seconds - before) / (step - begun)
             print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
@@ -563,9 +567,9 @@ def report(c, model, log, folder, data):
         text = complete(replace(c, num_samples=1), model, data.meta['tokenizer'])
         print(f'\nAfter {c.prompt!r} the model writes:\n{text}\n')
     except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
-        print(f'note    no sample: {str(error)[:100]}')
+        print(f'note    no sample: {error}')
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-          f'next    python {SCRIPT}.py sample --folder "{folder}"')
+          f'next    python {SCRIPT}.py sample --folder "{folder}" --prompt TEXT')
 
 def bigram_loss(data):
     """Validation loss of a smoothed bigram model, in nats per token."""

@@ -799,6 +799,7 @@ def train(c, folder=None, data=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+    begun, before = step, seconds  # another machine may have made these
     print(f'model   {c.attention}, {sum(p.numel() for p in model.parameters()):,} parameters, '
           f'on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train[1]):,} images to train on, {len(data.val[1]):,} held '
@@ -847,7 +848,7 @@ def train(c, folder=None, data=None):
         seconds += time.perf_counter() - start
         step += 1
         if c.log_interval and step % c.log_interval == 0:
-            pace = seconds / step
+            pace = (seconds - before) / (step - begun)
             print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 

@@ -501,7 +501,10 @@ def get_tokenizer(name):
         return (lambda text: list(text.encode(errors='replace')),
                 lambda ids: bytes(i for i in ids if i < 256).decode(errors='replace'))
     import tiktoken
-    gpt2 = tiktoken.get_encoding('gpt2')
+    try:
+        gpt2 = tiktoken.get_encoding('gpt2')
+    except OSError:
+        raise OSError("tiktoken could not download GPT-2's tokenizer, which it needs once")
     return (lambda text: gpt2.encode(text, allowed_special={'<|endoftext|>'}),
             lambda ids: gpt2.decode([i for i in ids if i < 50257]))  # a padding id has no text
 
@@ -702,6 +705,7 @@ def train(c, folder=None, data=None, teacher=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+    begun, before = step, seconds  # another machine may have made these
     role = f'student with {c.masks}' if teacher else 'teacher'
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f'model   {role}, {size:,} parameters to train, on {device} in {dtype}\n'
@@ -746,7 +750,7 @@ def train(c, folder=None, data=None, teacher=None):
         seconds += time.perf_counter() - start
         step += 1
         if c.log_interval and step % c.log_interval == 0:
-            pace = seconds / step
+            pace = (seconds - before) / (step - begun)
             print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
@@ -767,10 +771,10 @@ def report(c, model, log, folder, data):
     try:
         print(write_on(replace(c, num_samples=1), teacher, model, data.meta['tokenizer']), '\n')
     except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
-        print(f'note    no sample: {str(error)[:100]}')
+        print(f'note    no sample: {error}')
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
           f'next    python {SCRIPT}.py criteria --folder "{folder}"\n'
-          f'        python {SCRIPT}.py sample --folder "{folder}"')
+          f'        python {SCRIPT}.py sample --folder "{folder}" --prompt TEXT')
 
 def print_criteria(c, model, teacher, data, trained=None):
     """Print MA's goals beside the figures of the masks alone and of the trained student, on

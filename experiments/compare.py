@@ -19,8 +19,9 @@ All other flags go to the script: --preset t4, --max-iters 1000. A run uses one 
 the script that made it, and checksums of its data and weights. The same command trains only what
 that file lacks, and a run that was stopped goes on from its last checkpoint. Runs are in
 NAME.logs beside NAME.csv: to train one again, remove its row and its folder. The last line names a
-picture: every case over steps and over seconds. --diagnose also logs lengths and angles of what
-attention outputs (see diagnose.py). Needs scipy, and matplotlib for the picture.
+picture: every case over steps and over seconds. A table's mean_loss is the training loss, a mean of
+all steps. --diagnose also logs lengths and angles of what attention outputs (see diagnose.py).
+Needs scipy, and matplotlib for the picture.
 """
 import argparse
 import contextlib
