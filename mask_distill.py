@@ -34,7 +34,7 @@ all c_k at no cost in KL, and every alpha keeps falling, as MA observed.
 
 The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text it
 has 0.999 times its teacher's accuracy, and the cosine of their gradients is 0.984: both goals are
-met. Its KL of 0.0105 and its attention matrices miss theirs. (One seed; Python 3.11's library.)
+met. Its KL of 0.0105 and its attention matrices miss theirs. (One seed; the text is Python 3.11's.)
 """
 import argparse
 import copy
@@ -85,7 +85,7 @@ KINDS = {
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # first, less what others show
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N that no other shows
     # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
 }
 NAMED = {
@@ -110,7 +110,7 @@ def parse_masks(masks):
 
 def check_masks(masks):
     """If a kind of yours does not work, stop now, and not after a teacher's training."""
-    j = torch.arange(64)
+    j = torch.arange(1024)
     i = j[:, None]
     for kind, n in parse_masks(masks):
         formula, reach_of = KINDS[kind]
@@ -157,7 +157,7 @@ def mixture(coefficients, M, i, j):
     return torch.where(W.sum(-1, keepdim=True) > 0, W, i == j)
 
 def log_mixture(log_c, M, i, j):
-    """log W, where the largest c_k is made 1: the softmax stays, and small c_k do not become 0."""
+    """log W, where the largest c_k is made 1: softmax stays equal, and no small c_k becomes 0."""
     W = mixture((log_c - log_c.max()).exp(), M, i, j)
     log_W = W.clamp_min(torch.finfo(W.dtype).tiny).log()  # log 0 would have the gradient nan
     return log_W.masked_fill(W == 0, -math.inf)
@@ -179,7 +179,7 @@ def separate(S, log_c, M, i, j):
     return mixture(log_c.exp(), P, i, j)  # sum_k c_k P_k
 
 READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
-IN_BLOCKS = {'renormalised', 'separate'}  # what blocks can take: unnormalised needs all scores
+IN_BLOCKS = {'renormalised', 'separate'}  # they need only the scores of tokens that W shows
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (..., Tq, hs), k (..., T, hs) -> attention weights (..., Tq, T). log_c (K,): by default all
@@ -211,8 +211,8 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     b = min(b, T)
     n = math.ceil(T / b)  # number of blocks
     padding = n * b - T  # after the last token
-    # Positions, a row for each block. j < 0 is no token: before the text, and where a first token
-    # is among the near ones, too, so that it counts once.
+    # Positions, a row for each block. j < 0 is no token: it is before the text, or it is a first
+    # token that is also a near one, and counts once.
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
@@ -266,12 +266,12 @@ class Config:
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
-    learn: Literal['attention', 'alphas'] = 'attention'  # c_attn, c_proj and alphas, or alphas only
+    learn: Literal['attention', 'alphas'] = 'attention'  # attention layers and alphas, or alphas
     l1: float = 0.0                # weight of MA's penalty on coefficients
     samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
     max_iters: int = 150           # optimiser steps
     alpha_lr: float = 0.03         # learning rate of the alphas at its peak
-    learning_rate: float = 5e-4    # of c_attn and c_proj
+    learning_rate: float = 5e-4    # of attention layers
     warmup_iters: int = 20         # steps until the rates are at their peaks
     init: str = ''                 # teacher's file, of a run or of prepare_data.py; '': train one
     # the teacher, without --init
@@ -326,7 +326,7 @@ TEACHER = {  # settings that a teacher depends on: they name its run
     'grad_clip', 'dtype'}
 
 PRESETS = {
-    'tiny': {},  # [choice] the masks, and no L1
+    'tiny': {},  # [choice] Config's masks, and no L1
     't4': dict(masks='window:96+sinks:4', teacher_iters=3000, teacher_lr=1e-3, n_layer=6, n_head=6,
                n_embd=384, block_size=256, data='wikitext-2', max_iters=600, batch_size=8,
                grad_accum_steps=2, learning_rate=1e-4, eval_interval=100),
@@ -432,7 +432,7 @@ class GPT2(nn.Module):
                 maps.append(block.attn.weights(block.ln_1(x)))
             x = block(x)
         x = self.ln_f(x[:, -1:] if last else x)
-        # in float32: bfloat16 rounds GPT-2's logits, near -100, to steps of 0.5, a KL of 5e-3
+        # in float32: bfloat16 rounds logits near -100 to steps of 0.5, which adds a KL of 5e-3
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, self.wte.weight)
 
@@ -566,7 +566,7 @@ def get_batch(data, c, step, micro_step, device):
     size = c.grad_accum_steps, c.batch_size
     rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: NumPy drops a last 0
     drawn = rng.integers(c.samples or n, size=size)[micro_step]
-    if c.samples:  # numbers of samples: where these start is the same in every step
+    if c.samples:  # drawn are indices of samples, whose starts are always the same
         rng = np.random.default_rng([zlib.crc32(b'samples'), c.seed, 1])
         drawn = rng.integers(n, size=c.samples)[drawn]
     return windows(data.train, drawn, c, device)
@@ -646,7 +646,7 @@ def measure(model, teacher, batches):
         gradient += torch.stack([net.gradient for net in both])
         kl += (theirs.log_p.exp() * (theirs.log_p - ours.log_p)).sum()
         for P, Q in zip(theirs.maps, ours.maps):  # (B, nh, T, T)
-            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T), as in the recorded sums
+            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T): the record's order
             squares += gap.square().sum()
             pairs += y.numel() * P.size(1) * (P.size(2) + 1) / 2  # j <= i
     metrics = dict(
@@ -758,7 +758,7 @@ def train(c, folder=None, data=None, teacher=None):
 def report(c, model, log, folder, data):
     """Print the result and draw the run. A student and its teacher also write a text."""
     judged = 'KL' if c.masks else 'loss'  # a teacher has no masks
-    draw_curves(folder, log, {'training loss (nats per token)': 'loss',
+    draw_curves(folder, log, {'training loss': 'loss',
                               f'validation {judged} (nats per token)': 'val_loss'})
     if not c.masks:
         guess = math.log(model.config.vocab_size)
@@ -842,7 +842,7 @@ def criteria(c):
     teacher, student, saved = open_run(c)
     if student is None:
         fail('that run is a teacher: name a student\'s --folder')
-    c = Config(**dict(saved['settings'], eval_rows=c.judge_rows))  # that run's settings
+    c = replace(known(saved['settings']), eval_rows=c.judge_rows)  # that run's settings
     print(f'judging on {c.eval_rows or "all"} validation sequences (--judge-rows)', flush=True)
     return print_criteria(c, student, teacher, load_data(c))
 
@@ -893,11 +893,15 @@ def load(path):
     fail(f'{path} is damaged, or of another program: python prepare_data.py weights {path} '
          'converts many kinds')
 
+def known(settings):
+    """Their Config, without fields that you have removed since."""
+    return Config(**{name: x for name, x in settings.items() if hasattr(Config, name)})
+
 def load_pair(path, device='cpu'):
     """A file -> teacher, student (None in a teacher's file) and all that is in the file."""
     saved, student = load(path), None
     try:
-        config = Config(**saved['config'])
+        config = known(saved['config'])
         teacher = GPT2(replace(config, masks=''))
         teacher.load_state_dict(saved.get('teacher', saved['model']))  # it may be the model itself
         if 'teacher' in saved:
@@ -1028,7 +1032,7 @@ def train_teacher(c, data=None):
             fcntl.flock(file, fcntl.LOCK_EX)  # wait while another command trains this teacher
         meet()
         own = find_folder(Config(**settings), name)
-        if own.resume:  # a teacher keeps its own of these two, which resume_run would compare
+        if own.resume:  # it keeps its own two settings, or resume_run would refuse others
             then = load(Path(own.folder, 'ckpt.pt'))['settings']
             own = replace(own, eval_interval=then['eval_interval'], eval_rows=then['eval_rows'])
         meet()  # all have found the folder, before the first process makes it
