@@ -229,7 +229,8 @@ class Reconstruction(Attention):
 
     def tokens_to_solve_over(self, k, v, padding):
         """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
-        [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x."""
+        [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x. In
+        OA's self-attention q is a row of V; DETR's values lack the positions that q has."""
         tokens = k if self.config.rebuild_from == 'keys' else v
         if padding is None:
             padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
