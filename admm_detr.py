@@ -5,11 +5,11 @@
 """DETR whose decoder attends by solving a Lasso: sparse reconstruction instead of softmax.
 
 DETR asks a fixed set of learned queries what is in an image. Softmax attention weighs the image's
-tokens by softmax(q K^T) and returns the weighted sum of their values V. Here the weights x are
-those that best rebuild the query q from the tokens, while a penalty makes many of them zero: a
-Lasso. The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by repeating a
-ridge regression and a shrinkage; the cost is O(N) for N tokens. The paper prints ADMM with wrong
-signs; as printed, it diverges.
+tokens by softmax(q K^T) and returns the weighted sum of their values V. Here coefficients x rebuild
+the query q from the tokens as well as they can, while a penalty makes many of them zero: a Lasso.
+The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by repeating a ridge
+regression and a shrinkage; the cost is O(N) for N tokens. The paper prints ADMM with wrong signs;
+as printed, it diverges.
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
@@ -38,7 +38,7 @@ is zero, and x rebuilds only a little of q: |q - x^T K| is still 0.9 |q|.
 
 [deviation] By default the problem is easier than OA's: x rebuilds q from the keys (they hold
 positions), not from the values; there is a ridge term; x >= 0; tokens are centred; and x^3 replaces
-x^5. --preset paper has OA's own problem. To try a problem of your own, add a row to ATTENTION.
+x^5. --preset paper has OA's own problem. For a problem of your own see ATTENTION.
 """
 import argparse
 import csv
@@ -143,7 +143,7 @@ def ridge_matrix(k, shift):
     """P = (K^T K + shift I)^-1 K^T  (B, nh, hs, N). x = q P minimises ||q - x^T K||^2 + shift times
     ||x||^2. P equals K^T (K K^T + shift I)^-1, but needs no N x N matrix.  [OA Eq. 4]
     [deviation] OA's (4) has roots of the eigenvalues, drops the directions in which K K^T is zero,
-    and adds random noise to K^T K. A Cholesky factor needs none."""
+    and adds random noise to K^T K. Cholesky needs no noise."""
     eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
     factor, _ = torch.linalg.cholesky_ex(k.mT @ k + shift * eye)  # _ex does not wait for the GPU
     return torch.cholesky_solve(k.mT, factor)
@@ -258,7 +258,7 @@ class Reconstruction(Attention):
                 x = x[..., :v.size(2)]  # what random tokens take is lost
             return x @ v
 
-# To try your own problem, write a function like l2, and add a row like l2's. Then:
+# To try your own problem, write a function like l2, and add a row like l2's. Run it with
 # --cross-attention NAME. Padded tokens in `k` are zero, and their x must be zero; random tokens
 # come last. x is sharpened afterwards. A row makes a layer: row(c, is_self).
 vanilla_lasso = functools.partial(lasso, vanilla=True)
@@ -318,7 +318,7 @@ class Config:
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
     schedule: Literal['cosine', 'step'] = 'cosine'  # after warmup; step: see warmdown_iters
     warmup_iters: int = 100        # steps up to the peak rate; set fewer for short runs
-    warmdown_iters: int = 0        # of schedule step: the last steps, at a tenth of the rate
+    warmdown_iters: int = 0        # last steps, at a tenth of the rate; for --schedule step
     weight_decay: float = 1e-4     # AdamW's, on everything
     grad_clip: float = 0.1         # largest gradient norm; 0 for no clipping
     eval_interval: int = 250       # steps between evaluations and checkpoints; 0: only at the end
@@ -349,7 +349,7 @@ MACHINE = {  # settings that may differ when a run is resumed
 # OA's own problem. In cross-attention it hardly learns: on drawings, Lassos of this kind had a mean
 # AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA gives no numbers for
 # the last four. Random tokens: as many as a head has channels. After 15 iterations x is still some
-# 30 % off
+# 30 % from the optimum
 OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, centre=False, power=5, mix_random=True,
           clamp=1.0, random_tokens=32, rho=0.01, iterations=15)
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
@@ -358,7 +358,7 @@ DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_
 PRESETS = {
     'tiny': {},
     't4': dict(batch_size=16, grad_accum_steps=2, max_iters=6000, eval_interval=500),
-    # 1 GiB of memory per image. [choice] every setting but DETR's own
+    # 1 GiB of memory per image. [choice] all but DETR_R50
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pt', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
@@ -438,7 +438,7 @@ class SmallBackbone(nn.Sequential):
 
 def sine_positions(inside, channels):
     """inside (B, h, w), False on padding -> (B, h w, channels). y and x are scaled to 2 pi. Half of
-    the channels are for y, the others for x: its sine and cosine at several rates."""
+    the channels are sines and cosines of y at several rates, the others of x."""
     rate = 10000 ** -(torch.arange(channels // 4, device=inside.device) * 4 / channels)
     parts = []
     for axis in (1, 2):
@@ -514,7 +514,7 @@ class DETR(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from the seed and its name alone: what variants share starts equal."""
+        """Initialise p from the seed and its name alone, so it starts equal in all variants."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         weight = p
         if name.endswith('.bias'):  # it is drawn like the weight beside it
@@ -576,7 +576,7 @@ def stream(name, *numbers):
     """Random numbers for one purpose. The last 1 is needed: NumPy ignores zeros at a seed's end."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
-# Which points (x, y), 0 to 1, of its box a shape covers. It must touch all four sides of the box.
+# Which points (x, y) of its box, 0 to 1, a shape covers. It must touch all four sides of the box.
 # The random `tip` is where a triangle's tip is: at (tip, 0). A new row changes all drawings.
 SHAPES = {
     'rectangle': lambda x, y, tip: True,
@@ -758,7 +758,7 @@ def assign(cost):
     margin = 1e-12 * abs(cost).max(initial=0)  # more than rounding errors
     for row in range(n):
         length = cost[row].copy()  # of the cheapest chain yet that ends in each column
-        before = np.full(m, -1)    # the column ahead of it in that chain
+        before = np.full(m, -1)    # the column before it in that chain
         changed = True
         while changed:
             changed = False
@@ -818,8 +818,9 @@ def set_loss(outputs, targets, c):
     """DETR's losses, a dict. loss, which training minimises: the weighted sum of cross-entropy, L1
     distance and GIoU over all decoder layers. loss_ce, loss_bbox, loss_giou: its parts in the last
     layer, unweighted. class_error: the % of matched queries whose class is wrong there.
-    [deviation] Each micro-batch is divided by its own objects and class weights, so 2 x 16 images
-    are not 8 x 4. DETR, which has no micro-batches, counts the objects of all processes."""
+    [deviation] Each micro-batch's loss is divided by its own objects and class weights, so 2 x 16
+    images give another loss than 8 x 4. DETR has no micro-batches, and counts the objects of all
+    processes."""
     outs = [outputs, *outputs['aux_outputs']]  # of the L layers; number 0 is the last one
     logits = torch.stack([out['pred_logits'] for out in outs])  # (L, B, Q, classes + 1)
     boxes = torch.stack([out['pred_boxes'] for out in outs])  # (L, B, Q, 4)
@@ -956,7 +957,7 @@ def load_batch(dataset, rows, device):
     right and bottom to the largest size; mask (B, H, W), True on these zeros, or None if there are
     none; and targets, on the CPU."""
     apply = POOL.map if isinstance(dataset, Objects) else map  # only photos gain from threads
-    images, targets = zip(*apply(lambda row: dataset.example(*row), rows))
+    images, targets = zip(*apply(lambda pair: dataset.example(*pair), rows))
     H, W = max(x.size(1) for x in images), max(x.size(2) for x in images)
     batch = torch.zeros(len(images), 3, H, W)
     mask = torch.ones(len(images), H, W, dtype=torch.bool)
