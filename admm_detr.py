@@ -96,7 +96,7 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     `vanilla` takes the N x N inverse: the same x up to rounding.
     [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
     are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
-    Gradients flow through these three, too.
+    Gradients flow through lambda, rho and e, too.
     [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA changes x
     after (3a): it sets x_ii to 0 and clamps x. Then ADMM need not converge; here (3b) does both, to
     z. We over-relax, which saves iterations. We return z, not x: its zeros are exact.
@@ -923,7 +923,7 @@ def coco_ap(ground_truth, detections):
         in_image = defaultdict(list)  # {image_id: indices in objects}
         for i, one in enumerate(objects):
             in_image[one['image_id']].append(i)
-        overlaps, kept = [], defaultdict(int)  # at most 100 detections in an image
+        overlaps, kept = [], defaultdict(int)  # at most 100 in an image and category
         for one in found[category]:
             kept[one['image_id']] += 1
             if kept[one['image_id']] <= 100:
@@ -1054,7 +1054,7 @@ def train(c, folder=None, data=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
-    begun, before = step, seconds  # another machine may have made these
+    begun, before = step, seconds  # to tell the pace of this process
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f'model   self-attention {c.self_attention}, cross-attention {c.cross_attention}, '
           f'{size:,} parameters to learn, on {device} in {dtype}\n'
@@ -1392,7 +1392,7 @@ def parse(argv):
     for f in fields(Config):
         kind = dict(type=f.type, choices=CHOICES.get(f.name))
         if get_origin(f.type) is Literal:
-            kind = dict(type=type(f.default), choices=get_args(f.type))
+            kind = dict(type=type(get_args(f.type)[0]), choices=get_args(f.type))
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:

@@ -799,7 +799,7 @@ def train(c, folder=None, data=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
-    begun, before = step, seconds  # another machine may have made these
+    begun, before = step, seconds  # to tell the pace of this process
     print(f'model   {c.attention}, {sum(p.numel() for p in model.parameters()):,} parameters, '
           f'on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train[1]):,} images to train on, {len(data.val[1]):,} held '
@@ -1090,7 +1090,7 @@ def parse(argv):
     for f in fields(Config):
         kind = dict(type=f.type, choices=CHOICES.get(f.name))
         if get_origin(f.type) is Literal:
-            kind = dict(type=type(f.default), choices=get_args(f.type))
+            kind = dict(type=type(get_args(f.type)[0]), choices=get_args(f.type))
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
