@@ -348,8 +348,8 @@ MACHINE = {  # settings that may differ when a run is resumed
 
 # OA's own problem. In cross-attention it hardly learns: on drawings, Lassos of this kind had a mean
 # AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA gives no numbers for
-# the last four. Random tokens: as many as a head has channels. After 15 iterations x is still some
-# 30 % from the optimum
+# the last four, nor for lambda. Random tokens: as many as a head has channels. After 15 iterations
+# x is still some 30 % from the optimum
 OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, centre=False, power=5, mix_random=True,
           clamp=1.0, random_tokens=32, rho=0.01, iterations=15)
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
