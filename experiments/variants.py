@@ -1,7 +1,9 @@
-r"""Three variants from other papers, for attentionx_gpt.py.
+r"""Three variants from other papers, for attentionx_gpt.py, and one for admm_detr.py.
 
     python experiments/compare.py attentionx_gpt --with experiments/variants.py \
         --sweep attention=softmax,differential,gated,laplacian
+    python experiments/compare.py admm_detr --with experiments/variants.py \
+        --sweep cross_attention=admm,relu
 
     attention       what reaches the output projection                            source
     differential    (1 - lambda_init) RMSNorm(MH_1 - lambda MH_2)                 arXiv 2410.05258
@@ -9,8 +11,10 @@ r"""Three variants from other papers, for attentionx_gpt.py.
     laplacian       V - MH in one half of the heads, MH in the other              arXiv 2602.09297
 
 A variant that needs only MH and V is a formula; one with its own parameters is a subclass of
-CausalSelfAttention. Loading this file adds all three to ATTENTION and does nothing else.
+CausalSelfAttention. In DETR `relu` is what the easier Lasso becomes as --ridge grows: no solver.
+Loading this file adds these rows to ATTENTION and does nothing else.
 """
+import functools
 import math
 import sys
 import zlib
@@ -18,8 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import admm_detr as detr
 import attentionx_gpt as gpt
 
 def drawn(*shape, std, name):
@@ -89,4 +95,10 @@ def laplacian(mh, v, gamma):
     half = mh.size(2) // 2
     return torch.cat([(v - mh)[:, :, :half], mh[:, :, half:]], dim=2)
 
+def relu(q, k, c, is_self=False):
+    """x = relu(q K^T - lambda / 2), with the lambda of `lasso` -> x (B, nh, Q, N)."""
+    products = detr.without_self(q @ k.mT, is_self)
+    return F.relu(products - c.sparsity * F.relu(products).amax(-1, keepdim=True))
+
 gpt.ATTENTION.update(differential=Differential, gated=Gated, laplacian=laplacian)
+detr.ATTENTION['relu'] = functools.partial(detr.Reconstruction, solve=relu)
