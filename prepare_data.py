@@ -20,7 +20,7 @@
 What has one plain meaning is converted; the rest is refused, all faults at once. The scripts read:
 
     data/NAME/meta.json   format 1, kind, classes or tokenizer, counts, and a checksum of all that
-                          decides figures, wherever the files lie
+                          decides figures, wherever the files lie; files: their lengths
     kind tokens           train.bin, val.bin: uint16
     kind arrays, photos   train.npz, test.npz, perhaps val.npz: labels (N,) int64, and images, which
                           are (N, 3, H, W) uint8 or paths (N,)
@@ -1284,6 +1284,8 @@ def make_final(make, paths, args, out):
     meta['checksum'] = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
     meta['source'] = args.source
     if callable(make):
+        meta['files'] = {path.name: path.stat().st_size
+                         for path in sorted((out / 'new').iterdir()) if path.is_file()}
         (out / 'new/meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
     else:
         import torch
