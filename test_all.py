@@ -2985,7 +2985,10 @@ def test_diagnose(tmp_path):
         out = delta @ proj.weight.T + proj_s(delta_s)
         alpha = (mh * v).sum(-1) / (v * v).sum(-1)
         cos_mh, cos_update = [F.cosine_similarity(y, x, -1) for y in (mh_out, out)]
+        (length, longer), turn = [y.norm(dim=-1) for y in (x, x + out)], (1 - cos_update ** 2).sqrt()
         for name, want in dict(
+                stretch_update=(longer / length - 1).abs(), turn_update=turn * out.norm(dim=-1) / length,
+                longer_out=(out.norm(dim=-1) > mh_out.norm(dim=-1)).float(),
                 mh=mh.norm(dim=-1), update=delta.norm(dim=-1), mh_out=mh_out.norm(dim=-1),
                 update_out=out.norm(dim=-1), cos_mh=cos_mh, cos_update=cos_update,
                 cos2_mh=cos_mh ** 2, cos2_update=cos_update ** 2, alpha=alpha,
@@ -2999,7 +3002,7 @@ def test_diagnose_of_detr(tmp_path):
         c = detr.parse(tiny(detr, tmp_path, '--self-attention', name, '--cross-attention', name,
                             '--rebuild-from', 'values', '--random-tokens', 3, '--no-centre',
                             '--stride', 4))[1]  # more than five tokens
-        data, seen, shares, thin = detr.load_data(c), [], [], []
+        data, seen, shares, thin, heads = detr.load_data(c), [], [], [], []
         model = fill(detr.make_model(c, data.meta)).to(DEVICE).eval()
         attn = model.transformer.decoder.layers[1].multihead_attn
         hook = attn.register_forward_pre_hook(lambda module, args: seen.append(args))
@@ -3009,6 +3012,7 @@ def test_diagnose_of_detr(tmp_path):
         assert sum(len(args[0]) for args in seen) == min(32, len(data.val)), name
         for *qkv_in, padding in seen:
             q, k, v = attn.heads(*qkv_in)
+            heads.append((q, k, v))
             x = attn.coefficients(q, k, v, padding)[..., :v.size(2)].abs()
             five = x.sort(-1).values[..., -5:].sum(-1)
             shares.append((five / x.sum(-1).clamp_min(1e-30)).mean())
@@ -3016,6 +3020,11 @@ def test_diagnose_of_detr(tmp_path):
             thin.append((values <= values.mean(-1, keepdim=True) / 100).double().mean())
         close(found['1.cross_five'], torch.stack(shares).mean(), 1e-4)
         close(found['1.cross_thin'], torch.stack(thin).mean(), 0.01)
+        assert ('1.cross_zeros' in found) == hasattr(attn, 'solve'), name
+        if name == 'admm':
+            x = [attn.solve(q, attn.tokens_to_solve_over(k, v, None), c) for q, k, v in heads]
+            close(found['1.cross_zeros'], (torch.cat(x) == 0).double().mean(), 1e-4)
+            assert 0.5 < found['1.cross_relu'] < 1, found
         if name in ('no-weights', 'admm'):
             assert found['0.self_thin'] == 1 and 0 <= found['1.self_thin'] <= 1, (name, found)
         if name == 'admm':

@@ -12,6 +12,9 @@ images (ViT), as in BF's Fig. 3. The model is watched from outside: any row of A
                         Delta W^o + Delta_s W^s  [BF Eq. 15]
     cos_mh, cos_update  cosines of these two with X, the input of the layer
     cos2_mh, ...        squared cosines: shares of MH and of the update that point along X
+    stretch_mh, ...     | ||X + u|| - ||X|| | / ||X||, where u is mh_out's or update_out's vector
+    turn_mh, ...        length of u's part across X, / ||X||
+    longer_out          share of tokens whose update_out is longer than mh_out
     alpha               <MH,V> / <V,V>, 0 where V = 0
     longer              share of tokens whose MH - V is longer than MH: there alpha < 1/2
     gamma               if it is learned
@@ -24,6 +27,8 @@ Of DETR, means over the first 32 validation images, for self- and cross-attentio
                            0 where x = 0
     self_thin, cross_thin  share of V^T V's eigenvalues below a hundredth of their mean, in a head:
                            1 where V = 0. Then values have lost directions  [OA Sec. 3]
+    cross_zeros, ...       share of zeros in x, before x^power: of a row that solves for x
+    cross_relu, ...        cosine of that x with relu(q K^T - lambda / 2), `relu` of variants.py
 """
 import argparse
 import copy
@@ -52,7 +57,13 @@ def figures(x, out, update=None, mh=None, v=None, W=None):
     cosines = {name: F.cosine_similarity(vector, x, -1) for name, vector in vectors.items()}
     found.update({f'cos_{name}': cosine for name, cosine in cosines.items()})
     found.update({f'cos2_{name}': cosine.square() for name, cosine in cosines.items()})
+    length = x.norm(dim=-1)
+    for name, u in vectors.items():
+        along = (u * x).sum(-1) / length.square()
+        found[f'stretch_{name}'] = ((x + u).norm(dim=-1) - length).abs() / length
+        found[f'turn_{name}'] = (u - along.unsqueeze(-1) * x).norm(dim=-1) / length
     if mh is not None:
+        found['longer_out'] = (found['update_out'] > found['mh_out']).to(x)
         found['alpha'] = (mh * v).sum(-1) / (v * v).sum(-1).clamp_min(1e-30)
         found['longer'] = (found['alpha'] < 0.5).to(x)
     return found
@@ -103,6 +114,15 @@ def diagnose_detr(model, evaluate, data, c, device):
             values = torch.linalg.eigvalsh((v.mT @ v).double())  # (B, nh, hs)
             small = values <= values.mean(-1, keepdim=True) / 100
             found[f'{name}_thin'].append(small.double().mean(-1).flatten())
+            if hasattr(attn, 'solve'):
+                tokens = attn.tokens_to_solve_over(k, v, padding)
+                x = attn.solve(q, tokens, attn.config, attn.is_self)
+                relu = F.relu(q @ tokens.mT)  # lambda / 2 is a share of the largest
+                if attn.is_self:
+                    relu.diagonal(dim1=2, dim2=3).zero_()
+                relu = F.relu(relu - c.sparsity * relu.amax(-1, keepdim=True))
+                found[f'{name}_zeros'].append((x == 0).double().mean(-1).flatten())
+                found[f'{name}_relu'].append(F.cosine_similarity(x, relu, dim=-1).flatten())
         hooks.append(attn.register_forward_pre_hook(note))
     for i, layer in enumerate(model.transformer.decoder.layers):
         watch_detr(layer.self_attn, f'{i}.self')
