@@ -520,6 +520,23 @@ def test_gpt_identities():
     mh, delta = [passed_on(name).flatten(2) for name in ('softmax', 'belief')]
     assert (delta.norm(dim=-1) <= mh.norm(dim=-1)).all(), (delta, mh)
 
+def test_pdmm():
+    """The algorithm that the papers start from. Two nodes, f_i(x) = (x - a_i)^2 / 2, agree on the
+    mean, and a multiplier sums residuals: not as AX2 Eq. 4 and BF Eq. 5 print the second sum."""
+    a, rho, A = np.array([0.3, 2.0]), 0.6, np.array([1, -1])  # A_0 x_0 + A_1 x_1 = 0: equal x
+    x, lam = [np.zeros(2)], [np.zeros(2)]  # lam[k][i] is lambda_i|j
+    for k in range(50):
+        x.append((a + A * lam[k][::-1] + rho * x[k][::-1]) / (1 + rho))  # Eq. 2
+        lam.append(lam[k][::-1] + rho * A * (x[k][::-1] - x[k + 1]))  # Eq. 3
+    close(x[-1], np.full(2, a.mean()), 1e-6)
+    def residual(p, q):  # of node 0 after p iterations, and node 1 after q
+        return x[q][1] - x[p][0]
+    first = sum(residual(2 * m - 2, 2 * m - 1) for m in (1, 2, 3))
+    mended, printed = [sum(residual(*pair) for pair in pairs) for pairs in (
+        [(2, 1), (4, 3), (6, 5)], [(1, 2), (3, 4), (5, 6)])]
+    close(lam[6][0], rho * (first + mended), 1e-12)
+    assert abs(lam[6][0] - rho * (first + printed)) > 0.01
+
 def test_gamma():
     """The papers' choice. A learned one starts there in each head, learns, and does not decay."""
     for script, make, x, gamma_v1 in ((gpt, gpt_model, gpt_ids(2, 9), 0.5),
@@ -2985,9 +3002,10 @@ def test_diagnose(tmp_path):
         out = delta @ proj.weight.T + proj_s(delta_s)
         alpha = (mh * v).sum(-1) / (v * v).sum(-1)
         cos_mh, cos_update = [F.cosine_similarity(y, x, -1) for y in (mh_out, out)]
-        (length, longer), turn = [y.norm(dim=-1) for y in (x, x + out)], (1 - cos_update ** 2).sqrt()
+        length, longer = [y.norm(dim=-1) for y in (x, x + out)]
+        turn = (1 - cos_update ** 2).sqrt() * out.norm(dim=-1) / length
         for name, want in dict(
-                stretch_update=(longer / length - 1).abs(), turn_update=turn * out.norm(dim=-1) / length,
+                stretch_update=(longer / length - 1).abs(), turn_update=turn,
                 longer_out=(out.norm(dim=-1) > mh_out.norm(dim=-1)).float(),
                 mh=mh.norm(dim=-1), update=delta.norm(dim=-1), mh_out=mh_out.norm(dim=-1),
                 update_out=out.norm(dim=-1), cos_mh=cos_mh, cos_update=cos_update,
