@@ -3065,7 +3065,11 @@ def test_diagnose_of_runs(tmp_path):
     flags = tiny(gpt, tmp_path, *CPU)
     plain = done(gpt, *flags)
     end = run(diagnose, plain['folder'])
-    assert end.out.count('\n') == 4 and f'{end.result["1.mh"]:12.4f}' in end.out, end.out
+    assert f'{end.result["1.mh"]:10.4f}' in end.out and 'longer_out' in end.out, end.out
+    end = run(diagnose, done(detr, *tiny(detr, tmp_path, *CPU))['folder'])
+    assert 'cross_relu' in end.out, end.out
+    end = run(diagnose, done(mask, *short_run(mask, tmp_path, *CPU))['folder'])
+    assert 'is not a run of attentionx_gpt, belief_vit, admm_detr' in end.err, end
     row, = done(compare, 'attentionx_gpt', *flags, '--diagnose', '--seeds', '1337', '--csv',
                 tmp_path / 'a.csv')
     assert row['mean'] == plain['val_loss']

@@ -174,6 +174,8 @@ def logged(script):
         return {**plain(model, data, c, device), **diagnose(model, plain, data, c, device)}
     return patch.object(script, 'evaluate', evaluate)
 
+OWN_FIELD = {'arch': 'attentionx_gpt', 'mlp_dim': 'belief_vit', 'cross_attention': 'admm_detr'}
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -183,17 +185,20 @@ def main(argv=None):
     if not (o.run / 'best.pt').exists():
         p.error(f'there is no {o.run / "best.pt"}')
     settings = torch.load(o.run / 'best.pt', map_location='cpu', weights_only=True)['config']
-    name = 'attentionx_gpt' if 'n_embd' in settings else 'belief_vit'
-    script = importlib.import_module(name)
+    names = [name for field, name in OWN_FIELD.items() if field in settings]
+    if not names:
+        p.error(f'{o.run} is not a run of {", ".join(OWN_FIELD.values())}')
+    script = importlib.import_module(names[0])
     if o.extra:
         runpy.run_path(o.extra)
     model, _ = script.load_run(script.Config(folder=str(o.run)))
     c, device = model.config, next(model.parameters()).device
     found = diagnose(model, script.evaluate, script.load_data(c), c, device)
-    names = list(dict.fromkeys(name.partition('.')[2] for name in found))
-    print('layer' + ''.join(f'{name:>12}' for name in names))
-    for i in sorted({int(name.partition('.')[0]) for name in found}):
-        print(f'{i:5}' + ''.join(f'{found.get(f"{i}.{name}", math.nan):12.4f}' for name in names))
+    layers = sorted({int(name.partition('.')[0]) for name in found})
+    print(f'{"layer":14}' + ''.join(f'{i:10}' for i in layers))
+    for name in dict.fromkeys(name.partition('.')[2] for name in found):
+        values = [found.get(f'{i}.{name}', math.nan) for i in layers]
+        print(f'{name:14}' + ''.join(f'{x:10.4f}' for x in values))
     return found
 
 if __name__ == '__main__':
