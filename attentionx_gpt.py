@@ -41,6 +41,7 @@ library): one seed at one learning rate, so not yet a result. To try a formula o
 row to ATTENTION.
 """
 import argparse
+import atexit
 import csv
 import inspect
 import io
@@ -48,7 +49,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import zlib
@@ -64,9 +64,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 
-SCRIPT, CODE = 'attentionx_gpt', b''
-if '__file__' in globals():  # it is missing where the script was pasted into a notebook
-    SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
+SCRIPT = Path(__file__).stem
+CODE = zlib.crc32(Path(__file__).read_bytes())  # another number if one letter of this file changes
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
     WORLD, RANK = int(os.environ['WORLD_SIZE']), int(os.environ['RANK'])
@@ -126,7 +125,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         """x (B, T, C), the layer's normalised input -> (B, T, C)."""
         mh, v = self.heads(x)
-        update = ATTENTION[self.config.attention](mh, v, self.gamma)
+        update = ATTENTION[self.config.attention](mh, v, self.gamma)  # (B, T, nh, hs) or (B, T, C)
         return self.c_proj(update.flatten(2))
 
 class LearnedGamma(CausalSelfAttention):
@@ -134,7 +133,8 @@ class LearnedGamma(CausalSelfAttention):
     "one additional" parameter in its Sec. 5 is probably a misprint."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        self.gamma = nn.Parameter(torch.full((c.n_head, 1), self.gamma))  # (nh, 1)
+        start = self.gamma  # a number, which becomes a parameter
+        self.gamma = nn.Parameter(torch.full((c.n_head, 1), start))  # (nh, 1)
 
     def forward(self, x):
         mh, v = self.heads(x)
@@ -148,9 +148,10 @@ class BeliefStar(CausalSelfAttention):
 
     def forward(self, x):
         nh = self.config.n_head
-        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, C)
+        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, C), copied once for both
         delta = orthogonal(mh, v)
-        delta_s = orthogonal(mh.unflatten(2, (nh, -1)), v.unflatten(2, (nh, -1)))  # (B, T, nh, hs)
+        mh, v = [t.unflatten(2, (nh, -1)) for t in (mh, v)]  # (B, T, nh, hs)
+        delta_s = orthogonal(mh, v)
         return self.c_proj(delta) + self.c_proj_s(delta_s.flatten(2))
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
@@ -174,7 +175,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # gamma 1 would make it softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax if gamma is 1
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4.2]
 
@@ -182,10 +183,10 @@ def default_gamma(c):
 @dataclass
 class Config:
     """Every field is a flag: --n-layer 6, --zero-diag, --no-zero-diag. --help prints this.
-    A field of yours is an int, float, str, bool or Literal; `= None` means not set."""
+    A field of yours is an int, float, str, bool, Literal or, if it may be unset, float | None."""
     # the papers' method
     attention: str = 'attentionx'  # a row of ATTENTION
-    gamma: float = None            # default: 3; zero_diag: 1; attentionx-v1: 0.5
+    gamma: float | None = None     # default: 3; zero_diag: 1; attentionx-v1: 0.5
     zero_diag: bool = False        # a token does not attend to itself [AX2 Sec. 3.2]
     # model
     arch: Literal['gpt2', 'rotary'] = 'gpt2'  # nanoGPT's, or modded-nanogpt's as in BeliefFormer
@@ -234,9 +235,15 @@ class Config:
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):  # rotate halves a head
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
+        if min(self.max_iters, self.seed) < 0 or min(self.batch_size, self.block_size) < 1:
+            fail('--max-iters and --seed are 0 or more, --batch-size and --block-size 1 or more')
+        if not 0 <= self.dropout < 1:
+            fail(f'--dropout {self.dropout} must be at least 0, and less than 1')
+        if self.prompt.startswith('FILE:'):  # as in nanoGPT
+            self.prompt = Path(self.prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
 
 CHOICES = {'attention': ATTENTION}  # flags whose values are the rows of a table
-MACHINE = {  # settings that may differ when a run is resumed
+MACHINE = {  # settings that do not tell runs apart
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'prompt',
     'num_samples', 'new_tokens', 'temperature', 'top_k'}
 
@@ -314,11 +321,10 @@ class GPT(nn.Module):
             ln_f=make_norm(c)))
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
+        ours = r'\.(wte|wpe|c_attn|c_fc|c_proj|c_proj_s)\.(weight|bias)$'  # lm_head is wte
         for name, p in self.named_parameters():
-            owner = name.split('.')[-2:][0]  # c_fc of transformer.h.0.mlp.c_fc.weight
-            if owner in ('wte', 'wpe', 'c_attn', 'c_fc', 'c_proj', 'c_proj_s'):
+            if re.search(ours, name):  # others, such as gamma or yours, keep the values they have
                 self.init_parameter(name, p)
-            # a parameter of another name, such as gamma or yours, keeps the value it was made with
 
     @torch.no_grad()
     def init_parameter(self, name, p):
@@ -372,14 +378,18 @@ def read_meta(name, *kinds):
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
              'that make one, also from your own files')
-    meta = {}
-    if (folder / 'meta.json').exists():
+    try:
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+    except (OSError, ValueError):  # there is none, or it was cut
+        meta = {}
     if meta.get('format') != 1:
         fail(f'{folder} is not by this version of prepare_data.py: move it away, and prepare the '
              'data again')
     if meta['kind'] not in kinds:
         fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
+    for file, size in meta.get('files', {}).items():  # in bytes
+        if not (folder / file).exists() or (folder / file).stat().st_size != size:
+            fail(f'{folder / file} was cut or changed since: prepare the data again')
     return folder, meta
 
 def load_data(c):
@@ -424,9 +434,25 @@ def make_model(c, meta):
     if 0 < c.vocab_size < meta['vocab_size']:
         fail(f'--vocab-size {c.vocab_size}: the data have {meta["vocab_size"]} tokens')
     model = GPT(replace(c, vocab_size=c.vocab_size or meta['vocab_size']))
-    if c.init and not c.resume:  # optional: names that may be missing; add yours
-        load_weights(model, c.init, heads='n_head', optional='c_proj_s|gamma')
+    if c.init and not c.resume:  # a run that goes on has weights of its own
+        load_weights(model, c.init, optional='c_proj_s|gamma')  # may be missing; add your names
     return model
+
+def load_weights(model, path, optional):
+    """Load a checkpoint into a model. Parameters whose names match the pattern `optional` may be
+    missing in either. No shape shows the number of heads, so it is compared."""
+    saved, n_head = load(path), model.config.n_head
+    if saved['config'].get('n_head', n_head) != n_head:
+        fail(f'--init {path} has --n-head {saved["config"]["n_head"]}')
+    try:
+        missing, unexpected = model.load_state_dict(saved['model'], strict=False)
+    except RuntimeError as error:  # other shapes
+        fail(f'--init {path}: {" ".join(str(error).split())[:200]}')
+    wrong = [name for name in missing + unexpected if not re.search(optional, name)]
+    if wrong:
+        fail(f'--init {path} does not fit: {", ".join(wrong[:5])} (see make_model)')
+    print(f'init    {path}; not in it: {", ".join(missing) or "none"}; '
+          f'left out: {", ".join(unexpected) or "none"}')
 
 def make_optimizer(model, c):
     """AdamW. Only matrices named `weight`, of layers and embeddings, have weight decay."""
@@ -446,7 +472,7 @@ def get_batch(data, c, step, micro_step, device):
     return windows(data.train, starts[micro_step], c, device)
 
 def loss_of(net, batch, c):
-    """The loss of a micro-batch, in nats per token."""
+    """The loss of a micro-batch, in nats per token. train_step is the same in all scripts."""
     x, y = batch
     return net(x, y)[1]
 
@@ -455,7 +481,7 @@ def evaluate(model, data, c, device):
     """Mean loss of evenly spread validation windows, in nats per token."""
     last = len(data.val) - c.block_size - 1
     n = c.eval_rows or (len(data.val) - 1) // c.block_size
-    starts = np.unique(np.linspace(0, last, n).astype(np.int64))
+    starts = np.unique(np.linspace(0, last, n).astype(np.int64))  # in a short text some are equal
     total = 0.0
     for i in range(0, len(starts), c.batch_size):
         x, y = windows(data.val, starts[i:i + c.batch_size], c, device)
@@ -483,10 +509,12 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
         scaler.scale(loss).backward()
         total += loss.detach()
     if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
-        for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
-            dist.all_reduce(tensor)
+        dist.all_reduce(total)
+        for p in net.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
     # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
     # error only when the scale is down to 1. In other dtypes it is always 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
@@ -509,18 +537,14 @@ def train(c, folder=None, data=None):
     net = torch.compile(model) if c.compile else model  # the same parameters
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+        step, seconds, log = resume_run(c, data.meta, model, optimizer, scaler)
     begun, before = step, seconds  # to tell the pace of this process
     print(f'model   {c.attention}, {sum(p.numel() for p in model.parameters()):,} parameters, '
           f'on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
-        # the checkpoint comes first: a resumed run repeats the evaluation
-        if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
-            weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
-            save(folder, 'ckpt.pt', dict(
-                weights, settings=asdict(c), code=zlib.crc32(CODE), scaler=scaler.state_dict(),
-                optimizer=optimizer.state_dict(), progress=(step, seconds, log, losses)))
+        due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
+        if due and (not log or log[-1]['step'] < step):  # a resumed run has evaluated its step
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
@@ -533,11 +557,16 @@ def train(c, folder=None, data=None):
                                          '--learning-rate, or check any formula you edited')
             log.append(row)
             losses = []
+            weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
+                           code=CODE)
             if row['val_loss'] == min(past['val_loss'] for past in log):
                 save(folder, 'best.pt', weights)
+            save(folder, 'ckpt.pt', dict(
+                weights, settings=asdict(c), optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(), progress=(step, seconds, log)))
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4f}', flush=True)
-        if step == c.max_iters:
+        if step >= c.max_iters:
             return model, log
 
         # one step; seed and step decide batch and dropout, so a resumed run repeats them
@@ -560,11 +589,11 @@ def report(c, model, log, folder, data):
     """Print the result beside a bigram model's, draw the curves, sample from the best weights."""
     print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token '
           f'(a bigram model: {bigram_loss(data):.3f})')
-    draw_curves(folder, log, {'training loss (nats per token)': 'loss',
-                              'validation loss (nats per token)': 'val_loss'})
+    draw(draw_curves, folder / 'curves.png', log, {
+        'training loss (nats per token)': 'loss', 'validation loss (nats per token)': 'val_loss'})
     model.load_state_dict(load(folder / 'best.pt')['model'])
     try:
-        text = complete(replace(c, num_samples=1), model, data.meta['tokenizer'])
+        text = complete(c, model, data.meta['tokenizer'])
         print(f'\nAfter {c.prompt!r} the model writes:\n{text}\n')
     except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
         print(f'note    no sample: {error}')
@@ -572,7 +601,7 @@ def report(c, model, log, folder, data):
           f'next    python {SCRIPT}.py sample --folder "{folder}" --prompt TEXT')
 
 def bigram_loss(data):
-    """Validation loss of a smoothed bigram model, in nats per token."""
+    """Loss of a smoothed bigram model, in nats per token, on all of the validation text."""
     train, val = data.train[:5 * 10**6].tolist(), data.val[:10**6].tolist()
     single, pair = Counter(train), Counter(zip(train, train[1:]))
     total = 0.0
@@ -584,11 +613,8 @@ def bigram_loss(data):
 def complete(c, model, tokenizer):
     """--prompt and the model's continuations of it, as text."""
     encode, decode = get_tokenizer(tokenizer)
-    prompt = c.prompt
-    if prompt.startswith('FILE:'):  # as in nanoGPT
-        prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
     torch.manual_seed(c.seed)
-    idx = torch.tensor([encode(prompt or '\n')], device=model.lm_head.weight.device)  # (1, T)
+    idx = torch.tensor([encode(c.prompt or '\n')], device=model.lm_head.weight.device)  # (1, T)
     return '\n---------------\n'.join(
         decode(model.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist())
         for _ in range(c.num_samples))
@@ -601,20 +627,16 @@ def sample(c):
     return text
 
 # ------------------------------------ runs ------------------------------------
-# A run is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's
-# weights), log.csv and pictures. NAME is the command line, so a command finds its own run. With
-# --resume it continues the newest of NAME, NAME+2, ... Without, it uses the next free name.
+# This section is the same in all four scripts, but for load_run, train_and_report and main. A run
+# is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's weights),
+# log.csv and pictures. NAME is the command line. With --resume, a command continues its newest run:
+# NAME, NAME+2, ... Without, it takes the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if name == 'cuda':
-        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
-    try:
-        device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):
-        fail(f'--device {c.device}: PyTorch finds none here (names are cpu, cuda, cuda:1, mps)')
+    device = torch.empty(0, device=name).device  # with an index: cuda:0
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -628,7 +650,8 @@ def mixed_precision(device, dtype):
 
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
-    if folder and RANK == 0:
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()  # on a full disk torch.save raises no OSError
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
@@ -636,197 +659,162 @@ def save(folder, name, state):
 
 def load(path):
     """A checkpoint {model, config, data, ...}. With weights_only no code in it is run."""
-    if not Path(path).exists():
-        fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True)
         if {'model', 'config', 'data'} <= saved.keys():
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is damaged, or of another program: python prepare_data.py weights {path} '
-         'converts many kinds')
-
-def load_weights(model, path, heads, optional):
-    """Load a checkpoint into a model. Parameters whose names match the pattern `optional` may be
-    missing on either side. `heads` names the setting for the number of heads: a wrong one would
-    raise no error, so it is compared."""
-    saved, ours = load(path), getattr(model.config, heads)
-    theirs = saved['config'].get(heads, ours)
-    if theirs != ours:
-        fail(f'--init {path} has --{heads.replace("_", "-")} {theirs}')
-    try:
-        keys = model.load_state_dict(saved['model'], strict=False)
-    except RuntimeError as error:
-        fail(f'--init {path}: {" ".join(str(error).split())[:200]}')
-    wrong = [name for name in keys.missing_keys + keys.unexpected_keys
-             if not re.search(optional, name)]
-    if wrong:
-        fail(f'--init {path} does not fit: {", ".join(wrong[:5])} '
-             '(make_model says what may be missing)')
-    print(f'init    {path}; not in it: {", ".join(keys.missing_keys) or "none"}; '
-          f'left out: {", ".join(keys.unexpected_keys) or "none"}')
+    fail(f'{path} is missing, damaged, or of another program: python prepare_data.py lists the '
+         'commands that make or convert weights')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
-    file = Path(c.folder, 'best.pt')
-    if not c.folder:
-        files = [*Path(c.out_dir, SCRIPT).glob('*/best.pt')]
-        if not files:
-            fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-        file = max(files, key=lambda file: os.path.getmtime(file.with_name('ckpt.pt')))
+    files = [*Path(c.out_dir, SCRIPT).glob('*/best.pt')]
+    if c.folder:
+        files = [Path(c.folder, 'best.pt')]
+    if not files:
+        fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
+    file = max(files, key=os.path.getmtime)
     saved = load(file)
     print(f'run     {file.parent}')
+    if saved.get('code') != CODE:
+        print(f'note    {SCRIPT}.py has changed since that run was trained')
     try:
         model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
-    except (KeyError, TypeError) as error:  # a row or a field was removed since
-        fail(f'that run has settings that {SCRIPT}.py no longer knows: {error}')
-    model.load_state_dict(saved['model'])
+        model.load_state_dict(saved['model'])
+    except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
+        fail(f'{file} is of another script, or {SCRIPT}.py has changed too much: '
+             f'{" ".join(str(error).split())[:200]}')
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses not yet in log."""
+    """Load the last checkpoint -> its progress: step, seconds, log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
-    # a field that you added since counts as its default; one that you removed is not compared
-    then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
-    now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
+    if saved.get('code') != CODE:
+        fail(f'{SCRIPT}.py has changed since {c.folder} began: start anew without --resume')
+    then = dict(saved['settings'], checksum=saved['data']['checksum'])
+    now = dict(asdict(c), checksum=meta['checksum'])  # of the data
     for name in sorted(now.keys() - MACHINE):
         if then[name] != now[name]:
-            fail(f'{c.folder} was trained with {name} {then[name]}, and now it is {now[name]}: '
-                 'leave out --resume, or move that folder away')
-    if saved['code'] != zlib.crc32(CODE):
-        print(f'note    {SCRIPT}.py was edited since this run began')
+            fail(f'{c.folder} began with {name} {then[name]}, and now it is {now[name]}: '
+                 'start anew without --resume')
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
-    if saved['scaler']:  # it was trained in float16
-        scaler.load_state_dict(saved['scaler'])
+    scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
 def write_log(folder, log):
     """Write all rows of metrics to the table folder/log.csv."""
-    if folder and RANK == 0:
+    if folder:
         with open(folder / 'log.csv', 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+            writer = csv.DictWriter(file, log[-1].keys())  # the last row has the most metrics
             writer.writeheader()
             writer.writerows(log)
 
-def draw_curves(folder, log, panels):
-    """Draw metrics over the steps into folder/curves.png. panels: {title: metric}."""
+def draw(picture, path, *what):
+    """Make a picture. Whatever goes wrong, from fonts to a full disk, does not end the run."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print('note    no curves.png: pictures need `pip install matplotlib`')
+        picture(path, *what)
+    except Exception as error:
+        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
+
+def draw_curves(path, log, panels):
+    """Metrics over the steps. panels: {title: metric}."""
+    from matplotlib.figure import Figure
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
         rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
-    figure.savefig(folder / 'curves.png')
+    figure.savefig(path)
 
-def run_name(preset, given):
-    """The name of a run, from its preset and the flags that were typed, as {field: value}."""
+def run_folder(c, preset, given):
+    """c with the folder of its run, and with resume only if there is a run to continue. `given` are
+    the flags that were typed, {field: value}."""
+    if c.folder:
+        fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
-    if name == words and len(name) <= 80:
-        return name
-    return f'{name[:70]}-{zlib.crc32(words.encode()):08x}'  # other commands have other names
-
-def find_folder(c, name):
-    """c with the folder of its run, and with resume only if there is something to continue."""
+    if name != words or len(name) > 80:  # other commands have other names
+        name = f'{name[:70]}-{zlib.crc32(words.encode()):08x}'
     root = Path(c.out_dir, SCRIPT)
-    runs = [Path(c.folder)] if c.folder else [root / name, *root.glob(f'{name}+*')]
-    runs = [run for run in runs if (run / 'ckpt.pt').exists()]
+    runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
-        newest = max(runs, key=lambda run: os.path.getmtime(run / 'ckpt.pt'))
-        return replace(c, folder=str(newest))
-    if c.folder:
-        fail(f'--folder {c.folder}: training takes it only with --resume, for a run that is there')
+        return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
     folder, n = root / name, 1
     while folder.exists():
         n += 1
         folder = root / f'{name}+{n}'
     return replace(c, folder=str(folder), resume=False)
 
-def train_and_report(c, data=None):
-    """Train in c.folder -> the last metrics, log and folder."""
-    data, folder = data or load_data(c), Path(c.folder)
+def train_and_report(c):
+    """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
+    data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
-    if RANK == 0:
-        folder.mkdir(parents=True, exist_ok=c.resume)  # an error if another run just made it
-    try:
-        model, log = train(c, folder, data)
-    except BaseException as error:
-        stopped, kept = isinstance(error, KeyboardInterrupt), 0
-        if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
-            kept = load(folder / 'ckpt.pt')['progress'][0]  # steps
-        if RANK == 0 and kept == 0 and not c.resume:
-            shutil.rmtree(folder)
-        if stopped and kept:
-            raise KeyboardInterrupt(f'; --resume continues this command from step {kept}')
-        raise
+    if 0 < c.max_iters < c.warmup_iters:
+        print('note    --max-iters is below --warmup-iters: the rate will not reach its peak')
+    model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
 def parse(argv):
     """argv -> action, and its Config: flags override the preset."""
-    action, words = 'train', list(argv)
-    if words and words[0] in ACTIONS:
-        action = words.pop(0)
+    words = [*argv]
+    action = words.pop(0) if words and words[0] in ACTIONS else 'train'
     p = argparse.ArgumentParser(
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        usage=f'%(prog)s [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    if '-h' in words or '--help' in words:  # the source of Config, down to its first method
-        p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
-            f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
+    p.description = inspect.getsource(Config).partition('    def ')[0]  # fields and their comments
     p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
     for f in fields(Config):
-        kind = dict(type=f.type, choices=CHOICES.get(f.name))
+        options = get_args(f.type)  # of Literal['a', 'b'] and of float | None
+        kind = dict(type=options[0] if options else f.type, choices=CHOICES.get(f.name))
         if get_origin(f.type) is Literal:
-            kind = dict(type=type(get_args(f.type)[0]), choices=get_args(f.type))
+            kind = dict(type=type(options[0]), choices=options)
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --out_dir, too
-        p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
+        known = None if f.name in CHOICES else argparse.SUPPRESS  # Config's source shows the rest
+        p.add_argument('--' + f.name.replace('_', '-'), help=known, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
     c = Config(**{**PRESETS[preset], **given})
-    if action == 'train':
-        c = find_folder(c, run_name(preset, given))
-    return action, c
+    return action, run_folder(c, preset, given) if action == 'train' else c
 
-def main(argv=None):
+def main(argv=()):
     """Do what the command line says -> what the action returns."""
-    if argv is None:  # in a notebook, sys.argv is the kernel's
-        argv = [] if 'kernel_launcher' in sys.argv[0] else sys.argv[1:]
-    if hasattr(sys.stdout, 'reconfigure'):  # for consoles that cannot show every character
-        sys.stdout.reconfigure(errors='replace')
-    action, c = parse(argv)
-    if c.threads:
-        torch.set_num_threads(c.threads)
-    if WORLD > 1:
+    torch.set_default_dtype(torch.float32)  # in a notebook, others may have changed these two
+    torch.set_default_device(None)
+    try:
+        action, c = parse(argv)
+        if c.threads:
+            torch.set_num_threads(c.threads)
         if c.grad_accum_steps % WORLD:
             fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
-        dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
-    if RANK:
-        sys.stdout = open(os.devnull, 'w')  # only the first process prints
-    try:
+        if WORLD > 1:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ['LOCAL_RANK']))  # pick_device takes it
+            dist.init_process_group()  # gloo for CPUs, nccl for GPUs
+            atexit.register(dist.destroy_process_group)
+        if RANK:
+            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
-    except KeyboardInterrupt as error:  # it may say how to continue
-        print(f'\nstopped{error}')
+    except KeyboardInterrupt:
+        print('\nstopped; the same command with --resume continues from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
-    finally:
-        if WORLD > 1:
-            dist.destroy_process_group()
 
 ACTIONS = {'train': train_and_report, 'sample': sample}
 
-if __name__ == '__main__' and '__file__' in globals():  # in a notebook's cell: only define things
-    main()
+if __name__ == '__main__':
+    if sys.stdout:  # a console may lack a character
+        sys.stdout.reconfigure(errors='replace')
+    main(sys.argv[1:])
