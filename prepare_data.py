@@ -14,7 +14,7 @@
     python prepare_data.py tokens FOLDER            # train.bin and val.bin, as nanoGPT's
     python prepare_data.py arrays FOLDER            # train.npz and test.npz: images, labels
     python prepare_data.py photos FOLDER            # CLASS/*, or train/CLASS/* and val/CLASS/*
-    python prepare_data.py objects FOLDER           # as COCO, Pascal VOC or YOLO has them
+    python prepare_data.py objects FOLDER           # photos with boxes, in COCO's form
     python prepare_data.py weights FILE             # nanoGPT's, timm's, DETR's, GPT-2's, ResNet-50
 
 What has one plain meaning is converted; the rest is refused, all faults at once. The scripts read:
@@ -28,8 +28,8 @@ What has one plain meaning is converted; the rest is refused, all faults at once
     data/weights/NAME.pt  {model, config, data, script}, like a run's best.pt
 
 Photos are listed, never copied: open_photo shows them. data/NAME appears when it is complete; the
-same command again makes it anew if its source has changed. data/download keeps raw files, and a
-download goes on where it stopped. Nothing foreign is run, unpickled or changed.
+same command again makes it anew. data/download keeps raw files, and a download goes on where it
+stopped. Nothing foreign is run, unpickled or changed.
 """
 import argparse
 import contextlib
@@ -102,6 +102,191 @@ def progress(items, what, total=0, done=0, size=lambda item: 1):
                 line = f'{done:,} of {total:,} {what} ({done / total:.0%}), {left:.1f} min left'
             print(line, flush=True)
 
+# ------------------------------------ prepare ------------------------------------
+def main(argv=None):
+    """Prepare data or weights -> what meta.json says."""
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
+    FAULTS.clear()
+    args = parse(argv)
+    if not args.what:
+        print('usage: python prepare_data.py NAME, or KIND PATH for what you have (--help)\n')
+        for name, (_, _, about, *_) in {**DATASETS, **OWN}.items():
+            print(f'{name:16}{about}')
+        return {}
+    try:
+        return prepare(args)
+    except KeyboardInterrupt:
+        print('interrupted; run the same command again to continue', file=sys.stderr)
+        raise SystemExit(130)
+    except OSError as error:  # no permission, disk full
+        fail(f'{error.filename or args.what}: {error.strerror or error}')
+    except ImportError as error:
+        fail(f'{error}: `pip install {error.name.replace("PIL", "pillow")}`')
+
+def parse(argv):
+    """argv -> arguments, checked."""
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.error = fail
+    add = p.add_argument
+    add('what', metavar='NAME', nargs='?', help='of a download, or what PATH is')
+    add('path', metavar='PATH', nargs='?', type=Path, help=f'only after {", ".join(OWN)}')
+    add('--name', help="of the result, if not its source's")
+    add('--tokenizer', choices=VOCAB_SIZE, help='of texts; default: bytes, or gpt2 for large ones')
+    add('--heads', type=int, help='of weights that do not say how many their attention has')
+    add('--parts', type=int, default=1, help='of coco, openwebtext')
+    add('--from', dest='local', type=Path, help='file or folder to use instead of downloads')
+    add('--no-verify', dest='verify', action='store_false', help='accept any size or hash')
+    args = p.parse_intermixed_args(argv)
+    what, path = args.what, args.path
+    if what not in (None, *DATASETS, *OWN):
+        kind = 'photos' if os.path.isdir(what) else 'text'
+        fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
+             if os.path.exists(what) else f'{what} is none of {", ".join([*DATASETS, *OWN])}')
+    if what and (what in OWN) != (path is not None):
+        fail(f'{", ".join(OWN)} take a PATH of yours, the others --from PATH')
+    most = {'coco': 2, 'openwebtext': 21}.get(what, 1)
+    if not 1 <= args.parts <= most:
+        fail(f'--parts {args.parts}: use 1 to {most} with {what}')
+    if path and not path.exists():
+        fail(f'{path}: no such file or folder')
+    if path and path.is_file() and what not in ('text', 'weights') and not (
+            what == 'arrays' and path.suffix == '.npz'):
+        fail(f'{path} is a file, not a folder' + advice([path]))
+    return args
+
+def prepare(args):
+    """Make data/NAME or data/weights/NAME.pt -> what it says of itself."""
+    make, script, _, files = DATASETS.get(args.what) or (*OWN[args.what], [])
+    args.name = choose_name(args)
+    final = DATA / 'weights' / f'{args.name}.pt' if make is weights else DATA / args.name
+    source, old = describe_source(args), read_final(final)
+    had = old.get('source', source)
+    moved = had['place'] != source['place']
+    another = (f'{final} is another, made by `{had["command"]} {had["place"]}`: give a --name, or '
+               'delete it if you can do without it')
+    if had['command'] != source['command'] or moved and os.path.exists(had['place']):
+        fail(another)
+    remove_leftovers(final)
+    out = final.with_name(f'{final.name}.part-{os.getpid()}')
+    (out / 'new').mkdir(parents=True, exist_ok=True)
+    try:
+        with gather(args, files) as paths:
+            meta = make(paths, out / 'new', args)
+        made = complete(meta, out / 'new', source)
+        if moved and meta['checksum'] != old['checksum']:
+            fail(another)
+        if old:
+            same = meta['checksum'] == old['checksum']
+            note(f'{final} is made anew: its contents are ' + ('the same' if same else 'others'))
+        put_in_place(made, final, out / 'old', meta)
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    finish(final, meta, script)
+    return meta
+
+def choose_name(args):
+    """What the result is called: --name, or as its file or folder is."""
+    path = Path(os.path.abspath(args.path or args.what))
+    name = path.stem if path.is_file() else path.name
+    if args.what == 'weights':
+        name = re.sub(r'(\.(pt|pth|bin|tar|ckpt|safetensors))+$', '', path.name)
+        name = path.parent.name if name in ('model', 'pytorch_model') else name
+    name = args.name or name
+    if (not re.fullmatch(r'[^./\\][^/\\]*', name) or name in ('builtin', 'download', 'weights')
+            or (DATA / name).absolute() == path):
+        fail(f'{name} cannot be the name of the result in {DATA}/: give another one with --name')
+    return name
+
+def describe_source(args):
+    """What the result is made from: a command, and a place of yours. Downloads that are verified
+    are the same from everywhere."""
+    given = args.path or (None if args.verify else args.local)
+    command = args.what + ''.join(
+        f' --{key} {x}' for key, x in vars(args).items()
+        if key in ('tokenizer', 'parts', 'heads') and x not in (None, 1))
+    command += '' if args.verify else ' --no-verify'
+    return dict(command=command, place=os.path.abspath(given) if given else '')
+
+def read_final(final):
+    """What finished data or weights say of themselves; {} if they are not there."""
+    if not final.exists():
+        return {}
+    meta = read_json(final / 'meta.json') if final.is_dir() else read_checkpoint(final)
+    if type(meta.get('source')) is not dict:
+        fail(f'{final} was not made by this version: delete it if you can do without it, or give '
+             'another --name')
+    return {key: x for key, x in meta.items() if key != 'model'}
+
+def remove_leftovers(final):
+    """Delete what killed runs left behind, if it is older than an hour."""
+    for part in map(Path, glob.glob(f'{glob.escape(str(final))}.part-*')):
+        with contextlib.suppress(OSError):
+            newest = max(os.stat(path).st_mtime for path in (part, *part.rglob('*')))
+            if newest < time.time() - 3600:
+                shutil.rmtree(part)
+                note(f'{part}, which a killed run had left, is removed')
+
+def complete(meta, folder, source):
+    """Complete what is in the folder, and what it says of itself -> the finished folder or file."""
+    model = meta.pop('model', None)
+    meta['format'] = 1
+    meta['checksum'] = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    meta['source'] = source
+    if model is None:
+        meta['files'] = {path.name: path.stat().st_size
+                         for path in sorted(folder.iterdir()) if path.is_file()}
+        (folder / 'meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
+        return folder
+    import torch
+    buffer = io.BytesIO()  # so that a full disk is an OSError
+    torch.save(dict(meta, model=model), buffer)
+    (folder / 'weights.pt').write_bytes(buffer.getbuffer())
+    return folder / 'weights.pt'
+
+def put_in_place(made, final, aside, meta):
+    """Give what was made its name. If another run was faster, its result stays."""
+    with contextlib.suppress(FileNotFoundError):
+        final.rename(aside)
+    try:
+        made.rename(final)
+    except OSError:
+        if read_final(final).get('checksum') != meta['checksum']:
+            raise
+
+def finish(final, meta, script):
+    """Say how much there is, draw some of it, and name the next command."""
+    kind = meta.get('kind', 'weights')
+    counts = [f'{meta[split]:,} {split}' for split in ('train', 'val', 'test') if split in meta]
+    what = {'weights': '', 'tokens': 'tokens', 'arrays': 'images'}.get(kind, 'photos')
+    print(f'{final} is ready' + ': ' * bool(counts) + ', '.join(counts), what)
+    if kind not in ('weights', 'tokens'):
+        classes = [name for name in meta['classes'] if name]
+        print(f'{len(classes)} classes:', ', '.join(classes[:20]), '...' * (len(classes) > 20))
+        try:
+            draw(final, meta)
+            print(f'look at {final / "look.png"}: are these labels, boxes and colours right?')
+        except Exception as error:  # a picture is not worth the data
+            note(f'there is no look.png: {error} (it needs `pip install pillow`)')
+    print(f'next: python {next_command(final, meta, script)}')
+
+def next_command(final, meta, script):
+    """What to type next, with the flags that fit."""
+    if 'kind' in meta:
+        most = meta.get('most_objects', 0)
+        queries = f' --num-queries {3 * most}' if most > 4 else ''  # twelve, unless you say so
+        return f'{script} --data {shlex.quote(final.name)}{queries}'
+    if script:  # a preset has all flags
+        return script
+    command = f'{meta["script"]} --init {shlex.quote(final.as_posix())}'
+    if meta['script'] != 'mask_distill.py':  # which takes its sizes from the file
+        for key, x in meta['config'].items():
+            key = key.replace('_', '-')
+            command += f' --{"" if x else "no-"}{key}' if type(x) is bool else f' --{key} {x}'
+    return command
+
 # ------------------------------------ download ------------------------------------
 ATTEMPTS = 4  # at each mirror
 PAUSE = 2.0   # seconds between them
@@ -165,8 +350,15 @@ def download(urls, path, size, digest):
         time.sleep(PAUSE)
     fail(f'{url}: {wrong}; run this again to continue, or put the file at {path}')
 
+@contextlib.contextmanager
 def gather(args, files):
-    """Check the raw files, from --from or downloaded -> where they are."""
+    """Check the raw files, from --from or downloaded -> where they are, for what reads them."""
+    if args.path:
+        yield [args.path]
+        return
+    files = files[:args.parts + (args.what == 'coco')]  # coco's annotations are not a part
+    if not args.verify:
+        files = [(None, None, *urls) for _, _, *urls in files]
     paths = [DATA / 'download' / url.split('/')[-1] for _, _, url, *_ in files]
     if args.local and args.local.is_dir():
         paths = [args.local / path.name for path in paths]
@@ -186,7 +378,13 @@ def gather(args, files):
                     fcntl.flock(lock, fcntl.LOCK_EX)  # wait for a run that gets the same file
                 if what_is_wrong(path, size, digest):  # it is not there now
                     download(urls, path, size, digest)
-    return paths
+    try:
+        yield paths
+    except DAMAGED as error:
+        for path, (_, digest, *_) in zip(paths, files):
+            if not args.local and not digest:
+                path.unlink()  # perhaps a login page: get it anew next time
+        fail(f'{paths[0]} is not the archive that it should be: {error!r}')
 
 # ------------------------------------ files ------------------------------------
 SPLITS = dict(train='train', training='train', val='val', valid='val', validation='val',
@@ -217,7 +415,7 @@ def split_of(name):
     found = {SPLITS[word] for word in re.findall('[a-z]+', name.lower()) if word in SPLITS}
     return found.pop() if len(found) == 1 else ''
 
-def list_files(folder, quiet=False):
+def list_files(folder):
     """Paths of all files in a folder, relative to it. Links are followed, hidden files left out."""
     shown, hidden = [], 0
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -227,16 +425,9 @@ def list_files(folder, quiet=False):
         here = os.path.realpath(root) + os.sep
         folders[:] = [name for name in folders if not HIDDEN.match(name)  # and no link upwards
                       and not here.startswith(os.path.realpath(os.path.join(root, name)) + os.sep)]
-    if hidden and not quiet:
+    if hidden:
         note(f'{folder}: {hidden:,} hidden files or folders are left out')
     return sorted(shown, key=lambda path: path.parts)
-
-def stamp(path):
-    """A number that changes with names, sizes or times of a file, or of all files in a folder."""
-    files = list_files(path, quiet=True) if path.is_dir() else ['']
-    stats = [os.stat(path / file) for file in files]
-    facts = [(str(file), x.st_size, x.st_mtime_ns) for file, x in zip(files, stats)]
-    return zlib.crc32(repr(facts).encode(errors='surrogateescape'))
 
 def read_json(path):
     """A JSON object, or {} if the file is missing or holds something else."""
@@ -262,69 +453,14 @@ def choose_splits(folder, groups, three=False, fits=lambda row: True):
     held = {*[i for i, row in enumerate(rows) if fits(row)][::10]}
     return [[row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]]
 
-# ------------------------------------ tokens ------------------------------------
+# ------------------------------------ texts ------------------------------------
 # What makes a data set takes the files (paths), a folder to write to (out) and the command's args.
 # It returns what meta.json says.
 VOCAB_SIZE = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
 
-def get_encoder(tokenizer):
-    """A function from a list of texts to the tokens of each."""
-    if tokenizer == 'bytes':
-        return lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]
-    import tiktoken
-    try:
-        gpt2 = tiktoken.get_encoding('gpt2')
-        return lambda texts: gpt2.encode_batch(texts, allowed_special={'<|endoftext|>'})
-    except Exception as error:  # no network, most often
-        fail(f'tiktoken cannot get its gpt2 files ({type(error).__name__}): go online once, set '
-             'TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer bytes')
-
-def encode(texts, tokenizer, end=()):
-    """(split, text) pairs -> (split, ids) pairs, of each text and the tokens `end`."""
-    encoder = get_encoder(tokenizer)
-    texts = progress(texts, 'characters encoded', size=lambda pair: len(pair[1]))
-    while batch := list(itertools.islice(texts, 32)):  # tiktoken encodes them in parallel
-        for (split, _), ids in zip(batch, encoder([text for _, text in batch])):
-            yield split, ids
-            yield split, end
-
-def write_bins(rows, out, tokenizer):
-    """(split, ids) pairs -> train.bin and val.bin, and what meta.json says of them."""
-    counts, crcs = Counter(train=0, val=0), Counter()
-    with open(out / 'train.bin', 'wb') as train, open(out / 'val.bin', 'wb') as val:
-        files = {'train': train, 'val': val}
-        for split, ids in rows:
-            raw = np.asarray(ids, '<u2').tobytes()
-            files[split].write(raw)
-            counts[split] += len(raw) // 2
-            crcs[split] = zlib.crc32(raw, crcs[split])
-    if min(counts.values()) < 2:
-        fail(f'{dict(counts)} tokens: each split needs at least 2; use a longer text')
-    return dict(kind='tokens', tokenizer=tokenizer, vocab_size=VOCAB_SIZE[tokenizer], **counts,
-                checksum=[crcs['train'], crcs['val']])
-
-def blocks(file, length=math.inf):
-    """Yield the next `length` characters of a text file, in blocks."""
-    while block := file.read(min(length, 1 << 18)):
-        length -= len(block)
-        yield block
-
-def pieces(split, texts):
-    """Blocks of a text -> (split, piece) pairs that encode to the tokens of the whole text. Each
-    cut is at a line break before a word, where GPT-2's pattern always starts a new token."""
-    line, rest = re.compile(r'\n\w'), ''
-    for text in texts:
-        seen = max(0, len(rest) - 1)  # there is no place to cut before
-        rest += text
-        places = [found.start() for found in line.finditer(rest, seen)]
-        if places:
-            yield split, rest[:places[-1]]
-            rest = rest[places[-1]:]
-    yield split, rest
-
 def text_file(paths, out, args):
     """One text in UTF-8, or in UTF-16 if it says so; its last tenth is for validation."""
-    path = paths[0]
+    path, tokenizer = paths[0], args.tokenizer or 'bytes'
     if path.is_dir():
         fail(f'{path} is a folder: join its files, as in `cat {path}/*.txt > all.txt`')
     with open(path, 'rb') as file:
@@ -334,42 +470,9 @@ def text_file(paths, out, args):
             cut = sum(map(len, blocks(file))) * 9 // 10
             file.seek(0)
             texts = itertools.chain(pieces('train', blocks(file, cut)), pieces('val', blocks(file)))
-            return write_bins(encode(texts, args.tokenizer), out, args.tokenizer)
+            return write_bins(encode(texts, tokenizer), out, tokenizer)
     except UnicodeError as error:
         fail(f'{path} is not a text in UTF-8: {error}' + advice([path]))
-
-def wikitext(paths, out, args):
-    """A zip of three raw texts, of which train and valid are used."""
-    with zipfile.ZipFile(paths[0]) as archive:
-        def texts(split, name):
-            file = archive.open(f'{args.what}-raw/wiki.{name}.raw')
-            return pieces(split, blocks(io.TextIOWrapper(file, 'utf-8', newline='')))
-        texts = itertools.chain(texts('train', 'train'), texts('val', 'valid'))
-        return write_bins(encode(texts, args.tokenizer), out, args.tokenizer)
-
-def members(tar, ending):
-    """Open the files in a tar whose names have this ending, one after the other."""
-    for member in tar:
-        if member.isfile() and member.name.endswith(ending):
-            yield tar.extractfile(member)
-
-def documents(paths):
-    """Tars of .xz files, each a tar of .txt files -> (split, text) pairs; every 2000th is val."""
-    count = 0
-    for path in paths:
-        with tarfile.open(path, 'r:') as outer:
-            for packed in members(outer, '.xz'):
-                with tarfile.open(fileobj=packed, mode='r:xz') as inner:
-                    for file in members(inner, '.txt'):
-                        # blank lines and ends as in the copy that nanoGPT reads
-                        text = re.sub('\n\n\n+', '\n\n', file.read().decode()).strip()
-                        yield 'train' if count % 2000 else 'val', text
-                        count += 1
-
-def openwebtext(paths, out, args):
-    """Documents, each ending in <|endoftext|> or, for bytes, a blank line."""
-    end = [50256] if args.tokenizer == 'gpt2' else [*b'\n\n']
-    return write_bins(encode(documents(paths), args.tokenizer, end), out, args.tokenizer)
 
 def tokens(paths, out, args):
     """train.bin and val.bin as nanoGPT writes them; copied, since nanoGPT would write over them.
@@ -401,90 +504,103 @@ def tokens(paths, out, args):
     stop_at_faults(folder)
     return write_bins(progress(rows, 'blocks copied', len(rows)), out, tokenizer)
 
+def write_bins(rows, out, tokenizer):
+    """(split, ids) pairs -> train.bin and val.bin, and what meta.json says of them."""
+    counts, crcs = Counter(train=0, val=0), Counter()
+    with open(out / 'train.bin', 'wb') as train, open(out / 'val.bin', 'wb') as val:
+        files = {'train': train, 'val': val}
+        for split, ids in rows:
+            raw = np.asarray(ids, '<u2').tobytes()
+            files[split].write(raw)
+            counts[split] += len(raw) // 2
+            crcs[split] = zlib.crc32(raw, crcs[split])
+    if min(counts.values()) < 2:
+        fail(f'{dict(counts)} tokens: each split needs at least 2; use a longer text')
+    return dict(kind='tokens', tokenizer=tokenizer, vocab_size=VOCAB_SIZE[tokenizer], **counts,
+                checksum=[crcs['train'], crcs['val']])
+
+def get_encoder(tokenizer):
+    """A function from a list of texts to the tokens of each."""
+    if tokenizer == 'bytes':
+        return lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    import tiktoken
+    try:
+        gpt2 = tiktoken.get_encoding('gpt2')
+        return lambda texts: gpt2.encode_batch(texts, allowed_special={'<|endoftext|>'})
+    except Exception as error:  # no network, most often
+        fail(f'tiktoken cannot get its gpt2 files ({type(error).__name__}): go online once, set '
+             'TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer bytes')
+
+def encode(texts, tokenizer, end=()):
+    """(split, text) pairs -> (split, ids) pairs, of each text and the tokens `end`."""
+    encoder = get_encoder(tokenizer)
+    texts = progress(texts, 'characters encoded', size=lambda pair: len(pair[1]))
+    while batch := list(itertools.islice(texts, 32)):  # tiktoken encodes them in parallel
+        for (split, _), ids in zip(batch, encoder([text for _, text in batch])):
+            yield split, ids
+            yield split, end
+
+def blocks(file, length=math.inf):
+    """Yield the next `length` characters of a text file, in blocks."""
+    while block := file.read(min(length, 1 << 18)):
+        length -= len(block)
+        yield block
+
+def pieces(split, texts):
+    """Blocks of a text -> (split, piece) pairs that encode to the tokens of the whole text. Each
+    cut is where GPT-2's pattern always starts a new token: before a line break or a space that
+    something follows, but not `<|endoftext|>`."""
+    start, rest = re.compile(r'[\n ][^\s<]'), ''
+    for text in texts:
+        seen = max(0, len(rest) - 1)  # there is no place to cut before
+        rest += text
+        places = [found.start() for found in start.finditer(rest, seen)]
+        if places:
+            yield split, rest[:places[-1]]
+            rest = rest[places[-1]:]
+    yield split, rest
+
+def wikitext(paths, out, args):
+    """A zip of three raw texts, of which train and valid are used."""
+    tokenizer = args.tokenizer or 'gpt2'
+    with zipfile.ZipFile(paths[0]) as archive:
+        def texts(split, name):
+            file = archive.open(f'{args.what}-raw/wiki.{name}.raw')
+            return pieces(split, blocks(io.TextIOWrapper(file, 'utf-8', newline='')))
+        texts = itertools.chain(texts('train', 'train'), texts('val', 'valid'))
+        return write_bins(encode(texts, tokenizer), out, tokenizer)
+
+def openwebtext(paths, out, args):
+    """Documents, each ending in <|endoftext|> or, for bytes, a blank line."""
+    tokenizer = args.tokenizer or 'gpt2'
+    end = [50256] if tokenizer == 'gpt2' else [*b'\n\n']
+    return write_bins(encode(documents(paths), tokenizer, end), out, tokenizer)
+
+def documents(paths):
+    """Tars of .xz files, each a tar of .txt files -> (split, text) pairs; every 2000th is val."""
+    count = 0
+    for path in paths:
+        with tarfile.open(path, 'r:') as outer:
+            for packed in members(outer, '.xz'):
+                with tarfile.open(fileobj=packed, mode='r:xz') as inner:
+                    for file in members(inner, '.txt'):
+                        # blank lines and ends as in the copy that nanoGPT reads
+                        text = re.sub('\n\n\n+', '\n\n', file.read().decode()).strip()
+                        yield 'train' if count % 2000 else 'val', text
+                        count += 1
+
+def members(tar, ending):
+    """Open the files in a tar whose names have this ending, one after the other."""
+    for member in tar:
+        if member.isfile() and member.name.endswith(ending):
+            yield tar.extractfile(member)
+
 # ------------------------------------ images ------------------------------------
 COLOURS = {  # mean and standard deviation of red, green and blue, as in the repositories
     'cifar10': ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     'cifar100': ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     'imagenet': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and all others
 }
-
-def write_images(kind, splits, classes, checksum, out, colours='imagenet'):
-    """Write [train, test] or [train, test, val], pairs of images and labels -> what meta.json says
-    of them."""
-    named = dict(zip(('train', 'test', 'val'), splits))
-    for split, (images, labels) in named.items():
-        np.savez(out / f'{split}.npz', images=images, labels=np.array(labels, np.int64))
-    absent = [classes[i] for i in np.setdiff1d(range(len(classes)), splits[0][1])]
-    if absent:
-        note(f'{len(absent)} of {len(classes)} classes have no images to train on: '
-             f'{", ".join(absent[:5])}')
-    mean, std = COLOURS[colours]
-    return dict(kind=kind, classes=classes, mean=mean, std=std, checksum=checksum,
-                **{split: len(labels) for split, (_, labels) in named.items()})
-
-CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
-    'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
-                ['test_batch.bin'], 'batches.meta.txt', 1),
-    'cifar100': ('cifar-100-binary', ['train.bin'], ['test.bin'], 'fine_label_names.txt', 2)}
-
-def cifar(paths, out, args):
-    """The binary version: each record is label bytes, of which the last counts, and 3 x 32 x 32."""
-    folder, train, test, names, label_bytes = CIFAR[args.what]
-    splits, checksum = [], 0
-    with tarfile.open(paths[0], 'r:gz') as tar:
-        for files in train, test:
-            data = b''.join(tar.extractfile(f'{folder}/{file}').read() for file in files)
-            rows = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + 3072)
-            images = rows[:, label_bytes:].reshape(-1, 3, 32, 32)
-            splits.append((images, rows[:, label_bytes - 1]))
-            checksum = zlib.crc32(data, checksum)
-        classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
-    return write_images('arrays', splits, classes, checksum, out, args.what)
-
-def as_images(where, images):
-    """Bytes (N, 3, H, W), of which greys may have no channel, and channels may be the last."""
-    given = f'{images.dtype} {images.shape}'
-    if images.ndim == 3:
-        images = images[:, None]
-    if images.ndim == 4 and images.shape[1] not in (1, 3) and images.shape[3] in (1, 3):
-        images = images.transpose(0, 3, 1, 2)
-    if images.ndim == 4 and images.shape[1] == 1:
-        images = images.repeat(3, 1)
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not len(images):
-        return fault('images', f'{where}: images are {given}, not uint8 (N, 3, H, W), bytes from 0 '
-                     'to 255')
-    if given != f'uint8 {images.shape}':
-        note(f'{where}: images {given} become {images.shape}')
-    return images
-
-def as_labels(where, images, labels):
-    """Whole numbers (N,), one for each image."""
-    n, given = len(images), f'{labels.dtype} {labels.shape}'
-    if labels.dtype.kind == 'f' and (labels == labels.round()).all():  # nan is not, either
-        labels = labels.astype(np.int64)
-    if labels.dtype.kind not in 'biu' or labels.shape not in [(n,), (n, 1)]:
-        return fault('labels', f'{where}: labels are {given}, not {n} whole numbers')
-    return labels.reshape(-1).astype(np.int64)
-
-def read_arrays(path):
-    """An .npz -> {train, val, test or '': (where, images, labels)}. Arrays are called images and
-    labels, or as MedMNIST's (train_images) or Keras's (x_train)."""
-    found = defaultdict(dict)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            for name in file:
-                words = {*re.findall('[a-z]+', name.lower())}
-                split = split_of(name) or split_of(path.stem)
-                for what, names in ('images', 'images image x'), ('labels', 'labels label y'):
-                    if words & {*names.split()}:
-                        found[split][what] = file[name]
-    except Exception as error:  # NumPy and zipfile raise half a dozen kinds
-        return fault('files', f'{path} cannot be read: {error}') or {}
-    if not found or min(map(len, found.values())) < 2:
-        return fault('files', f'{path} must hold arrays named images and labels') or {}
-    where = {split: path if split == split_of(path.stem) else f'{path}: {split}' for split in found}
-    return {split: (where[split], as_images(where[split], pair['images']),
-                    as_labels(where[split], **pair)) for split, pair in found.items()}
 
 def arrays(paths, out, args):
     """train.npz and test.npz, perhaps val.npz, or one .npz. A meta.json may list the classes."""
@@ -517,113 +633,112 @@ def arrays(paths, out, args):
     splits = [[*zip(*part)] for part in choose_splits(folder, rows, three=True)]
     return write_images('arrays', splits, classes, checksum, out)
 
-# ------------------------------------ photos ------------------------------------
-def open_photo(path, size=None, bits=8):
-    """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless its stored (width, height) is `size`, that of boxes drawn on it. Transparent pixels
-    are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
-    from PIL import Image, ImageOps
-    with Image.open(path) as photo:
-        photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
-    if photo.mode == 'F':
-        raise ValueError('its pixels are real numbers of unknown range')
-    if photo.mode[0] == 'I':  # whole numbers of 16 or 32 bits
-        greys = np.asarray(photo).clip(0)
-        bits = max(bits, int(greys.max()).bit_length())  # more only in a photo from elsewhere
-        photo = Image.fromarray((greys >> (bits - 8)).astype(np.uint8))
-    if photo.has_transparency_data:
-        photo = photo.convert('RGBA')
-        photo = Image.alpha_composite(Image.new('RGBA', photo.size, 'white'), photo)
-    return photo.convert('RGB')
-
-@dataclass(eq=False)
-class Photo:
-    path: Path
-    name: str             # in its folder, where that may be
-    size: tuple = None    # width and height that boxes count in; None: as it is shown
-    label: str = ''       # of photos: its class
-    id: object = ''       # of objects: its number or text, in the end a number
-    boxes: list = field(default_factory=list)  # (where, category, [x, y, w, h], area, iscrowd)
-    fractions: bool = False  # of width and height, instead of pixels
-    objects: int = 0      # boxes to find: no crowds, not empty
-    # what `examine` finds
-    wrong: str = ''       # why it cannot be used
-    crc: int = None       # of its file
-    bits: int = 8
-    turned: str = ''      # what becomes of its EXIF
-
-def is_photo(path):
-    """Whether Pillow opens files with this ending."""
-    from PIL import Image
-    return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
-
-def examine(photo):
-    """Decode a photo as the scripts will, and note its size, its bits and what is wrong with it."""
-    from PIL import Image, ImageOps
+def read_arrays(path):
+    """An .npz -> {train, val, test or '': (where, images, labels)}. Arrays are called images and
+    labels, or as MedMNIST's (train_images) or Keras's (x_train)."""
+    found = defaultdict(dict)
     try:
-        photo.crc = zlib.crc32(photo.path.read_bytes())
-        shown = open_photo(photo.path, photo.size)
-        with Image.open(photo.path) as stored:
-            if stored.mode[0] == 'I':
-                photo.bits = max(8, int(np.asarray(stored).max()).bit_length())
-            if stored.getexif().get(0x0112, 1) in range(2, 9):  # the camera was held otherwise
-                if photo.size != stored.size:
-                    photo.turned = 'are turned upright, as their EXIF says'
-                elif ImageOps.exif_transpose(stored).size == stored.size:
-                    photo.turned = 'have boxes that may ignore their EXIF, or not: taken as stored'
-        if shown.size != (photo.size or shown.size):
-            photo.wrong = f'it has {shown.size} pixels, but {photo.size} in its annotations'
-        photo.size = shown.size
-    except FileNotFoundError:
-        photo.wrong = 'there is no such photo'
-    except Exception as error:  # Pillow raises half a dozen kinds
-        photo.wrong = f'cannot be read as a photo: {error}'
+        with np.load(path, allow_pickle=False) as file:
+            for name in file:
+                words = {*re.findall('[a-z]+', name.lower())}
+                split = split_of(name) or split_of(path.stem)
+                for what, names in ('images', 'images image x'), ('labels', 'labels label y'):
+                    if words & {*names.split()}:
+                        found[split][what] = file[name]
+    except Exception as error:  # NumPy and zipfile raise half a dozen kinds
+        return fault('files', f'{path} cannot be read: {error}') or {}
+    if not found or min(map(len, found.values())) < 2:
+        return fault('files', f'{path} must hold arrays named images and labels') or {}
+    where = {split: path if split == split_of(path.stem) else f'{path}: {split}' for split in found}
+    return {split: (where[split], as_images(where[split], pair['images']),
+                    as_labels(where[split], **pair)) for split, pair in found.items()}
 
-def read_photos(splits):
-    """Decode all photos of [to train on, ...] -> the most bits of their greys."""
-    photos = [photo for part in splits for photo in part]
-    warnings.filterwarnings('ignore', module='PIL')
-    with ThreadPoolExecutor() as pool:
-        calls = (pool.map(examine, photos[i:i + 1000]) for i in range(0, len(photos), 1000))
-        for _ in progress(itertools.chain.from_iterable(calls), 'photos read', len(photos)):
-            pass
-    bits = max((photo.bits for photo in photos), default=8)
-    counts = Counter(photo.turned for photo in photos if photo.turned)
-    counts[f'have more than 8 bits: {bits} bits become 8'] = sum(photo.bits > 8 for photo in photos)
-    known = {photo.crc for photo in splits[0]} - {None}  # of those that could be read
-    counts['are copies of some to train on'] = sum(
-        photo.crc in known for part in splits[1:] for photo in part)
-    for what in +counts:
-        note(f'of {len(photos):,} photos {counts[what]:,} {what}')
-    for photo in photos:
-        if photo.wrong:
-            fault('photos', f'{photo.path}: {photo.wrong}')
-    return bits
+def as_images(where, images):
+    """Bytes (N, 3, H, W), of which greys may have no channel, and channels may be the last."""
+    given = f'{images.dtype} {images.shape}'
+    if images.ndim == 3:
+        images = images[:, None]
+    if images.ndim == 4 and images.shape[1] not in (1, 3) and images.shape[3] in (1, 3):
+        images = images.transpose(0, 3, 1, 2)
+    if images.ndim == 4 and images.shape[1] == 1:
+        images = images.repeat(3, 1)
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not len(images):
+        return fault('images', f'{where}: images are {given}, not uint8 (N, 3, H, W), bytes from 0 '
+                     'to 255')
+    if given != f'uint8 {images.shape}':
+        note(f'{where}: images {given} become {images.shape}')
+    return images
 
-def final_place(path, out, args):
-    """Where the scripts find a photo: what is unpacked in `out` will lie in data/NAME."""
-    if path.is_relative_to(out):
-        return str(DATA / args.name / path.relative_to(out))
-    return os.path.abspath(path)
+def as_labels(where, images, labels):
+    """Whole numbers (N,), one for each image."""
+    n, given = len(images), f'{labels.dtype} {labels.shape}'
+    if labels.dtype.kind == 'f' and (labels == labels.round()).all():  # nan is not, either
+        labels = labels.astype(np.int64)
+    if labels.dtype.kind not in 'biu' or labels.shape not in [(n,), (n, 1)]:
+        return fault('labels', f'{where}: labels are {given}, not {n} whole numbers')
+    return labels.reshape(-1).astype(np.int64)
 
-WORDS = {  # Imagenette's ten classes of ImageNet
-    'n01440764': 'tench', 'n02102040': 'english_springer', 'n02979186': 'cassette_player',
-    'n03000684': 'chain_saw', 'n03028079': 'church', 'n03394916': 'french_horn',
-    'n03417042': 'garbage_truck', 'n03425413': 'gas_pump', 'n03445777': 'golf_ball',
-    'n03888257': 'parachute'}
+def write_images(kind, splits, classes, checksum, out, colours='imagenet'):
+    """Write [train, test] or [train, test, val], pairs of images and labels -> what meta.json says
+    of them."""
+    named = dict(zip(('train', 'test', 'val'), splits))
+    for split, (images, labels) in named.items():
+        np.savez(out / f'{split}.npz', images=images, labels=np.array(labels, np.int64))
+    absent = [classes[i] for i in np.setdiff1d(range(len(classes)), splits[0][1])]
+    if absent:
+        note(f'{len(absent)} of {len(classes)} classes have no images to train on: '
+             f'{", ".join(absent[:5])}')
+    mean, std = COLOURS[colours]
+    return dict(kind=kind, classes=classes, mean=mean, std=std, checksum=checksum,
+                **{split: len(labels) for split, (_, labels) in named.items()})
+CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
+    'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
+                ['test_batch.bin'], 'batches.meta.txt', 1),
+    'cifar100': ('cifar-100-binary', ['train.bin'], ['test.bin'], 'fine_label_names.txt', 2)}
 
-def imagenette(paths, out, args):
-    """A tar of photos, one folder per class; the folders' names become words."""
-    wanted = re.compile(r'imagenette2-\d+/(train|val)/(n\d{8})/(\w+\.JPEG)', re.ASCII)
+def cifar(paths, out, args):
+    """The binary version: each record is label bytes, of which the last counts, and 3 x 32 x 32."""
+    folder, train, test, names, label_bytes = CIFAR[args.what]
+    splits, checksum = [], 0
     with tarfile.open(paths[0], 'r:gz') as tar:
-        for member in progress(tar, 'photos unpacked'):
-            found = wanted.fullmatch(member.name)
-            if found and member.isfile():
-                split, label, file = found.groups()
-                folder = out / split / WORDS[label]
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / file).write_bytes(tar.extractfile(member).read())
-    return photos([out], out, args)
+        for files in train, test:
+            data = b''.join(tar.extractfile(f'{folder}/{file}').read() for file in files)
+            rows = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + 3072)
+            images = rows[:, label_bytes:].reshape(-1, 3, 32, 32)
+            splits.append((images, rows[:, label_bytes - 1]))
+            checksum = zlib.crc32(data, checksum)
+        classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
+    return write_images('arrays', splits, classes, checksum, out, args.what)
+
+# ------------------------------------ photos ------------------------------------
+def photos(paths, out, args):
+    """CLASS/*, or train/CLASS/* and val/CLASS/* (or test). Folders in a class are part of it."""
+    folder, files = paths[0], list_files(paths[0])
+    others = [folder / path for path in files if not is_photo(path)]
+    endings = Counter(path.suffix or path.name for path in others).most_common(9)
+    if others:
+        note(f'{folder}: left out are files that are no photos: '
+             + ', '.join(f'{n:,} {ending}' for ending, n in endings))
+    groups = split_photos(folder, photo_parts(files))
+    if not groups:
+        stop_at_faults(folder)
+        fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
+    splits = choose_splits(folder, groups, three=True)
+    train, *held = [{photo.label for photo in part} for part in splits]
+    classes = sorted(train)
+    if len(classes) < 2 or all(map(split_of, classes)):
+        fault('classes', f'{folder}: {", ".join(classes)}: it needs two class folders or more, '
+              'named as the labels' + advice(others))
+    for label in sorted(set().union(*held) - train):
+        fault('classes', f'{folder}: class {label} has photos to judge by, but none to train on')
+    bits = read_photos(splits)
+    stop_at_faults(folder)
+    facts = repr([[(photo.name, photo.crc) for photo in part] for part in splits])
+    number = {label: i for i, label in enumerate(classes)}
+    splits = [([final_place(photo.path, out, args) for photo in part],
+               [number[photo.label] for photo in part]) for part in splits]
+    checksum = zlib.crc32(facts.encode(errors='surrogateescape'))
+    return dict(write_images('photos', splits, classes, checksum, out), bits=bits)
 
 def photo_parts(files):
     """Photos among files -> (parts of the name, path). Folders around all of them are left out, and
@@ -658,66 +773,201 @@ def split_photos(folder, rows):
         note(f'{folder}: {n:,} photos in {name} are left out: they are in no class folder')
     return groups
 
-def photos(paths, out, args):
-    """CLASS/*, or train/CLASS/* and val/CLASS/* (or test). Folders in a class are part of it."""
-    folder, files = paths[0], list_files(paths[0])
-    others = [folder / path for path in files if not is_photo(path)]
-    endings = Counter(path.suffix or path.name for path in others).most_common(9)
-    if others:
-        note(f'{folder}: left out are files that are no photos: '
-             + ', '.join(f'{n:,} {ending}' for ending, n in endings))
-    groups = split_photos(folder, photo_parts(files))
-    if not groups:
-        stop_at_faults(folder)
-        fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
-    splits = choose_splits(folder, groups, three=True)
-    train, *held = [{photo.label for photo in part} for part in splits]
-    classes = sorted(train)
-    if len(classes) < 2 or all(map(split_of, classes)):
-        fault('classes', f'{folder}: {", ".join(classes)}: it needs two class folders or more, '
-              'named as the labels' + advice(others))
-    for label in sorted(set().union(*held) - train):
-        fault('classes', f'{folder}: class {label} has photos to judge by, but none to train on')
-    bits = read_photos(splits)
-    stop_at_faults(folder)
-    facts = repr([[(photo.name, photo.crc) for photo in part] for part in splits])
-    number = {label: i for i, label in enumerate(classes)}
-    splits = [([final_place(photo.path, out, args) for photo in part],
-               [number[photo.label] for photo in part]) for part in splits]
-    checksum = zlib.crc32(facts.encode(errors='surrogateescape'))
-    return dict(write_images('photos', splits, classes, checksum, out), bits=bits)
+@dataclass(eq=False)
+class Photo:
+    path: Path
+    name: str             # in its folder, where that may be
+    size: tuple = None    # width and height that boxes count in; None: as it is shown
+    label: str = ''       # of photos: its class
+    id: object = ''       # of objects: its number or text, in the end a number
+    boxes: list = field(default_factory=list)  # (where, COCO's annotation)
+    objects: int = 0      # boxes to find: no crowds, not empty
+    # what `examine` finds
+    wrong: str = ''       # why it cannot be used
+    crc: int = None       # of its file
+    bits: int = 8
+    turned: str = ''      # what becomes of its EXIF
+
+def is_photo(path):
+    """Whether Pillow opens files with this ending."""
+    from PIL import Image
+    return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
+
+def read_photos(splits):
+    """Decode all photos of [to train on, ...] -> the most bits of their greys."""
+    photos = [photo for part in splits for photo in part]
+    warnings.filterwarnings('ignore', module='PIL')
+    with ThreadPoolExecutor() as pool:
+        calls = (pool.map(examine, photos[i:i + 1000]) for i in range(0, len(photos), 1000))
+        for _ in progress(itertools.chain.from_iterable(calls), 'photos read', len(photos)):
+            pass
+    bits = max((photo.bits for photo in photos), default=8)
+    counts = Counter(photo.turned for photo in photos if photo.turned)
+    counts[f'have more than 8 bits: {bits} bits become 8'] = sum(photo.bits > 8 for photo in photos)
+    known = {photo.crc for photo in splits[0]} - {None}  # of those that could be read
+    counts['are copies of some to train on'] = sum(
+        photo.crc in known for part in splits[1:] for photo in part)
+    for what in +counts:
+        note(f'of {len(photos):,} photos {counts[what]:,} {what}')
+    for photo in photos:
+        if photo.wrong:
+            fault('photos', f'{photo.path}: {photo.wrong}')
+    return bits
+
+def examine(photo):
+    """Decode a photo as the scripts will, and note its size, its bits and what is wrong with it."""
+    from PIL import Image, ImageOps
+    try:
+        photo.crc = zlib.crc32(photo.path.read_bytes())
+        shown = open_photo(photo.path, photo.size)
+        with Image.open(photo.path) as stored:
+            if stored.mode[0] == 'I':
+                photo.bits = max(8, int(np.asarray(stored).max()).bit_length())
+            if stored.getexif().get(0x0112, 1) in range(2, 9):  # the camera was held otherwise
+                if photo.size != stored.size:
+                    photo.turned = 'are turned upright, as their EXIF says'
+                elif ImageOps.exif_transpose(stored).size == stored.size:
+                    photo.turned = 'have boxes that may ignore their EXIF, or not: taken as stored'
+        if shown.size != (photo.size or shown.size):
+            photo.wrong = f'it has {shown.size} pixels, but {photo.size} in its annotations'
+        photo.size = shown.size
+    except FileNotFoundError:
+        photo.wrong = 'there is no such photo'
+    except Exception as error:  # Pillow raises half a dozen kinds
+        photo.wrong = f'cannot be read as a photo: {error}'
+
+def open_photo(path, size=None, bits=8):
+    """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
+    unless its stored (width, height) is `size`, that of boxes drawn on it. Transparent pixels
+    are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
+    from PIL import Image, ImageOps
+    with Image.open(path) as photo:
+        photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
+    if photo.mode == 'F':
+        raise ValueError('its pixels are real numbers of unknown range')
+    if photo.mode[0] == 'I':  # whole numbers of 16 or 32 bits
+        greys = np.asarray(photo).clip(0)
+        bits = max(bits, int(greys.max()).bit_length())  # more only in a photo from elsewhere
+        photo = Image.fromarray((greys >> (bits - 8)).astype(np.uint8))
+    if photo.has_transparency_data:
+        photo = photo.convert('RGBA')
+        photo = Image.alpha_composite(Image.new('RGBA', photo.size, 'white'), photo)
+    return photo.convert('RGB')
+
+def final_place(path, out, args):
+    """Where the scripts find a photo: what is unpacked in `out` will lie in data/NAME."""
+    if path.is_relative_to(out):
+        return str(DATA / args.name / path.relative_to(out))
+    return os.path.abspath(path)
+WORDS = {  # Imagenette's ten classes of ImageNet
+    'n01440764': 'tench', 'n02102040': 'english_springer', 'n02979186': 'cassette_player',
+    'n03000684': 'chain_saw', 'n03028079': 'church', 'n03394916': 'french_horn',
+    'n03417042': 'garbage_truck', 'n03425413': 'gas_pump', 'n03445777': 'golf_ball',
+    'n03888257': 'parachute'}
+
+def imagenette(paths, out, args):
+    """A tar of photos, one folder per class; the folders' names become words."""
+    wanted = re.compile(r'imagenette2-\d+/(train|val)/(n\d{8})/(\w+\.JPEG)', re.ASCII)
+    with tarfile.open(paths[0], 'r:gz') as tar:
+        for member in progress(tar, 'photos unpacked'):
+            found = wanted.fullmatch(member.name)
+            if found and member.isfile():
+                split, label, file = found.groups()
+                folder = out / split / WORDS[label]
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_bytes(tar.extractfile(member).read())
+    return photos([out], out, args)
 
 # ------------------------------------ objects ------------------------------------
-# A reader returns {train, val, test or '': photos} and {what boxes call a category: (id, name)}.
-# Of a box, area is None where the form has none.
-COCO_FILES = (r'annotations/instances_(\w+)\.json|'                       # COCO's, CVAT's
+COCO_FILES = (r'annotations/instances_(\w+)\.json|'                # COCO's, CVAT's
               r'(?:(\w+)/)?_annotations\.coco\.json|result\.json')  # Roboflow's, Label Studio's
+CONVERT = ("`pip install supervision`, then in Python: import supervision as sv; "
+           "data = sv.DetectionDataset.{}; "
+           "data.as_coco('new/train', 'new/train/_annotations.coco.json'); "
+           "then: python prepare_data.py objects new")
+OTHER_FORMS = {
+    '.xml': "Pascal VOC's: " + CONVERT.format("from_pascal_voc('photos', 'annotations')"),
+    '.txt': "YOLO's: " + CONVERT.format("from_yolo('images', 'labels', 'data.yaml')")}
 
-def coco(paths, out, args):
-    """A zip of annotations, and one of photos for each split."""
-    annotations, *archives = paths
-    for path in archives:
-        split = path.stem  # val2017 or train2017
-        with zipfile.ZipFile(path) as archive:
-            files = [file for file in archive.namelist()
-                     if re.fullmatch(split + r'/[0-9]{12}\.jpg', file)]
-            for file in progress(files, f'photos of {split} unpacked', len(files)):
-                archive.extract(file, out)
-        with zipfile.ZipFile(annotations) as archive:
-            archive.extract(f'annotations/instances_{split}.json', out)
-    return objects([out], out, args)
+def objects(paths, out, args):
+    """Photos with boxes in COCO's form -> the same, checked."""
+    folder, files = paths[0], list_files(paths[0])
+    groups, categories = read_coco(folder, files)
+    number_photos(groups)
+    used = {photo.path for group in groups.values() for photo in group}
+    if not used or not categories:
+        stop_at_faults(folder)
+        others = {path.suffix.lower() for path in files}
+        form = [f'. Its {x} files may be {text}' for x, text in OTHER_FORMS.items() if x in others]
+        fail(f"{folder}: no photos with boxes in COCO's form (annotations/instances_*.json, or "
+             '_annotations.coco.json beside the photos)' + ''.join(form[:1]))
+    unused = sum(is_photo(path) and folder / path not in used for path in files)
+    if unused:
+        note(f'{folder}: {unused:,} photos without annotations are left out')
+    splits = choose_splits(folder, groups, fits=lambda photo: any(
+        not number(one.get('iscrowd')) for _, one in photo.boxes))
+    bits = read_photos(splits)
+    if categories and not 0 <= min(categories) <= max(categories) < 10 ** 5:
+        fault('categories', f'{folder}: category ids are {min(categories)} to {max(categories)}: '
+              'use 0 to 99999')
+    annotations = [check_boxes(part, categories) for part in splits]
+    shown = [{one['category_id'] for one in part if not one['iscrowd']} for part in annotations]
+    empty = [name for name, part in zip(('train', 'val'), splits)
+             if not any(photo.objects for photo in part)]
+    if empty and not FAULTS:
+        fault('splits', f'{folder}: {" and ".join(empty)} has no object to find (crowds are none)')
+    stop_at_faults(folder)
+    photos = splits[0] + splits[1]
+    empty = sum(not photo.boxes for photo in photos)
+    if empty:
+        note(f'{folder}: {empty:,} of {len(photos):,} photos have no objects')
+    if shown[1] - shown[0]:
+        lacking = ', '.join(categories[id] for id in sorted(shown[1] - shown[0]))
+        note(f'{folder}: no photo to train on shows {lacking}')
+    for name, group, part in zip(('train', 'val'), splits, annotations):
+        images = [dict(id=photo.id, file_name=final_place(photo.path, out, args),
+                       width=photo.size[0], height=photo.size[1]) for photo in group]
+        content = dict(images=images, annotations=part,
+                       categories=[dict(id=id, name=name) for id, name in categories.items()])
+        (out / f'{name}.json').write_text(json.dumps(content), 'utf-8')
+    facts = [annotations, [(photo.id, photo.name, photo.size, photo.crc) for photo in photos]]
+    classes = [categories.get(id, '') for id in range(max(categories) + 1)]
+    return dict(kind='objects', classes=classes, train=len(splits[0]), val=len(splits[1]),
+                bits=bits, most_objects=max(photo.objects for photo in photos),
+                checksum=zlib.crc32(json.dumps(facts).encode()))
 
-def number(x):
-    """A finite number, perhaps written as text; None for anything else."""
-    try:
-        x = float(x)
-        return int(x) if x == int(x) else x
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-def id_text(x):
-    """An id as text. 7, 7.0 and '7' are the same."""
-    return str(x if number(x) is None else number(x))
+def read_coco(folder, files):
+    """Files in COCO's form -> {train, val, test or '': photos with boxes}, {id: name} of what they
+    show. Photos are in SPLIT/, images/SPLIT/, images/, or beside the file."""
+    groups, categories = defaultdict(list), {}
+    for found in filter(None, (re.fullmatch(COCO_FILES, path.as_posix()) for path in files)):
+        path, split, photos = folder / found[0], found[1] or found[2] or '', {}
+        roots = folder / split, folder / 'images' / split, folder / 'images', folder
+        if not any(root.is_dir() for root in roots[:3]):
+            note(f'{path} is left out: there is no folder {roots[0]}')
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+            for entry in content['categories']:
+                id, name = int(number(entry['id'])), str(entry['name'])
+                if categories.setdefault(id, name) != name:
+                    fault('categories', f'{path}: category {id} is {name}, and {categories[id]}, '
+                          'too')
+            for entry in content['images']:
+                photo = listed_photo(folder, roots, path, entry)
+                if photos.setdefault(photo.id, photo) is not photo:
+                    fault('ids', f'{path}: image {photo.id} ({photo.name}): another has this id')
+            for entry in content['annotations']:
+                where = f'{path}: annotation {entry.get("id")}'
+                id = as_id(entry.get('image_id'))
+                if id in photos:
+                    photos[id].boxes.append((where, entry))
+                else:
+                    fault('ids', f'{where}: image_id {id} is not listed')
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            fault('files', f"{path} is not in COCO's form: {error!r:.200}")
+        groups[split_of(split)] += photos.values()
+    return groups, dict(sorted(categories.items()))
 
 def listed_photo(folder, roots, path, entry):
     """A photo from an entry of COCO's `images`."""
@@ -732,132 +982,33 @@ def listed_photo(folder, roots, path, entry):
     if min(size) <= 0:
         fault('sizes', f'{path}: image {entry["id"]} ({file}) has no width or height')
         size = None
-    return Photo(place, name, size, id=id_text(entry['id']))
+    return Photo(place, name, size, id=as_id(entry['id']))
 
-def read_coco(folder, files):
-    """annotations/instances_SPLIT.json and photos in SPLIT/, or SPLIT/_annotations.coco.json."""
-    groups, categories = defaultdict(list), {}
-    for found in filter(None, (re.fullmatch(COCO_FILES, path.as_posix()) for path in files)):
-        path, split, photos = folder / found[0], found[1] or found[2] or '', {}
-        roots = folder / split, folder / 'images' / split, folder / 'images', folder
-        if not any(root.is_dir() for root in roots[:3]):
-            note(f'{path} is left out: there is no folder {roots[0]}')
-            continue
-        try:
-            content = json.loads(path.read_bytes())
-            for entry in content['categories']:
-                id, name = int(number(entry['id'])), str(entry['name'])
-                if categories.setdefault(str(id), (id, name)) != (id, name):
-                    fault('categories', f'{path}: category {id} is {name}, and '
-                          f'{categories[str(id)][1]}, too')
-            for entry in content['images']:
-                photo = listed_photo(folder, roots, path, entry)
-                if photos.setdefault(photo.id, photo) is not photo:
-                    fault('ids', f'{path}: image {photo.id} ({photo.name}): another has this id')
-            for entry in content['annotations']:
-                where = f'{path}: annotation {entry.get("id")}'
-                id = id_text(entry.get('image_id'))
-                if id in photos:
-                    photos[id].boxes.append((where, entry.get('category_id'), entry.get('bbox'),
-                                             entry.get('area') or 0, entry.get('iscrowd')))
-                else:
-                    fault('ids', f'{where}: image_id {id} is not listed')
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            fault('files', f"{path} is not in COCO's form: {error!r:.200}")
-        groups[split_of(split)] += photos.values()
-    return groups, categories
+def number(x):
+    """A finite number, perhaps written as text; None for anything else."""
+    try:
+        if isinstance(x, int):
+            return int(x)  # a float has too few digits for some ids
+        x = float(x)
+        return int(x) if x == int(x) else x
+    except (TypeError, ValueError, OverflowError):
+        return None
 
-def pairs(folder, files, ending):
-    """Yield (split, photo, its file of boxes), either of them perhaps None. They differ in their
-    ending, and may lie in two folders, such as images/ and labels/."""
-    def key(path):
-        return tuple(part for part in path.with_suffix('').parts
-                     if part.lower() not in ('images', 'labels', 'annotations', 'jpegimages'))
-    texts = {key(path): folder / path for path in files if path.suffix.lower() == ending}
-    for path in filter(is_photo, files):
-        split = next(filter(None, map(split_of, path.parts[:-1])), '')
-        name = path.as_posix()
-        yield split, Photo(folder / path, name, id=name), texts.pop(key(path), None)
-    for path in texts.values():
-        yield '', None, path
+def as_id(x):
+    """An id as a number if it can be one, else as text. 7, 7.0 and '7' are the same."""
+    return str(x) if number(x) is None else number(x)
 
-def read_voc(folder, files):
-    """Pascal VOC, whose pixels count from 1: an .xml for each photo. ImageSets/Main/train.txt and
-    val.txt may tell the splits."""
-    from xml.etree import ElementTree
-
-    def side(first, last):  # -> start and length; negative if drawn backwards
-        return (first - 1, last - first + 1) if last >= first else (first, last - first - 1)
-    groups, names, listed = defaultdict(list), set(), {}
-    for path in files:
-        if path.parts[-3:-1] == ('ImageSets', 'Main') and path.stem in ('train', 'val', 'test'):
-            listed.update(dict.fromkeys((folder / path).read_text().split(), path.stem))
-    for split, photo, path in pairs(folder, files, '.xml'):
-        split = listed.get(path.stem) if path and listed else split
-        if not photo:
-            fault('photos', f"{path}: its photo is missing, or it is not Pascal VOC's")
-        elif path and split is not None:
-            groups[split].append(photo)
-            try:
-                root = ElementTree.parse(path).getroot()
-                size = [int(root.findtext(f'size/{side}') or 0) for side in ('width', 'height')]
-                photo.size = tuple(size) if min(size) > 0 else None
-                for n, entry in enumerate(root.iter('object'), 1):
-                    x1, y1, x2, y2 = [float(entry.findtext(f'bndbox/{edge}'))
-                                      for edge in ('xmin', 'ymin', 'xmax', 'ymax')]
-                    (x, w), (y, h), name = side(x1, x2), side(y1, y2), entry.findtext('name')
-                    photo.boxes.append((f'{path}: object {n}', name, [x, y, w, h], None, 0))
-                    names.add(name)
-            except (ElementTree.ParseError, TypeError, ValueError) as error:
-                fault('files', f"{path} is not in Pascal VOC's form: {error}")
-    return groups, {id_text(name): (id, name) for id, name in enumerate(sorted(names), 1)}
-
-def yolo_names(path):
-    """{number: name} of a classes.txt, one a line, or a .yaml: names: [a, b], or lines `- a` or
-    `0: a`. {} if it has none."""
-    text = path.read_text('utf-8-sig')
-    if path.name == 'classes.txt':
-        return {i: name.strip() for i, name in enumerate(text.split('\n')) if name.strip()}
-    text = re.sub(r'(^|\s)#.*', '', text)
-    count = re.search(r'^nc\s*:\s*(\d+)', text, re.M)
-    found = re.search(r'^names\s*:(.*?)(?=^\w|\Z)', text, re.M | re.S)
-    item = r"""(?:(\d+)\s*:\s*)?(?:'([^']*)'|"([^"]*)"|([^\s'"\[\]{},-][^\n,\]}]*))"""
-    items = re.findall(item, found[1]) if found else []
-    if found and count and int(count[1]) != len(items):
-        fault('classes', f'{path}: nc is {count[1]}, but it has {len(items)} names')
-    return {int(number or i): ''.join(name).strip() for i, (number, *name) in enumerate(items)}
-
-def read_yolo(folder, files):
-    """YOLO: a .txt for each photo with lines `class x y w h`, centre and size in fractions."""
-    groups, names, alone = defaultdict(list), {}, 0
-    for path in files:
-        if path.name == 'classes.txt' or path.suffix in ('.yaml', '.yml'):
-            own = yolo_names(folder / path)
-            if own and names and own != names:
-                fault('classes', f'{folder / path}: its classes are not those of another file')
-            names = names or own
-    for split, photo, path in pairs(folder, files, '.txt'):
-        if not photo:
-            alone += path.name != 'classes.txt'
-            continue
-        groups[split].append(photo)
-        photo.fractions = True
-        for n, line in enumerate(path.read_text().split('\n') if path else [], 1):
-            where, words = f'{path}: line {n}', line.split()
-            try:
-                x, y, w, h = [float(word) for word in words[1:] or '0000']
-                if not 0 <= min(x, y, w, h) <= max(x, y, w, h) <= 1.01:
-                    raise ValueError
-                if words:
-                    photo.boxes.append((where, words[0], [x - w / 2, y - h / 2, w, h], None, 0))
-            except ValueError:
-                outline = len(words) > 6
-                fault('polygons' if outline else 'lines', f'{where}: {line[:40]} ... is a polygon: '
-                      'export it with boxes, for detection' if outline else
-                      f'{where}: {line[:60]} is not `class x y w h`, in fractions')
-    if alone:
-        note(f'{folder}: {alone:,} .txt files without a photo are left out')
-    return groups, {str(id): (id, names[id]) for id in sorted(names)}
+def number_photos(groups):
+    """Sort the photos of each split, and make their ids whole numbers."""
+    for group in groups.values():
+        own = Counter(photo.path for photo in group)
+        ids = {photo.id for photo in group if isinstance(photo.id, int)}
+        whole = len(ids) == len(group)
+        group.sort(key=lambda photo: photo.id if whole else str(photo.id))
+        for n, photo in enumerate(group, 1):
+            photo.id = photo.id if whole else n
+            if own[photo.path] > 1:
+                fault('ids', f'{photo.path}: another image has this photo, too')
 
 def check_boxes(photos, categories):
     """The boxes of photos -> COCO's annotations. Numbers may be texts; boxes stay as they are, even
@@ -865,11 +1016,11 @@ def check_boxes(photos, categories):
     annotations, counts, boxes, seen, beyond = [], Counter(), {}, set(), 0
     for photo in photos:
         W, H = photo.size or (math.inf, math.inf)  # unknown, if it could not be read
-        for where, category, box, area, crowd in photo.boxes:
-            id, _ = categories.get(id_text(category), (None, ''))
-            if id is None:
-                fault('categories', f'{where}: category_id {category} is not listed')
-            if crowd not in (None, 0) and number(crowd) not in (0, 1):
+        for where, one in photo.boxes:
+            id, box, crowd = number(one.get('category_id')), one.get('bbox'), one.get('iscrowd')
+            if id not in categories:
+                fault('categories', f'{where}: category_id {one.get("category_id")} is not listed')
+            if number(crowd or 0) not in (0, 1):
                 fault('crowds', f'{where}: iscrowd {crowd} is not 0 or 1')
             values = [*map(number, box)] if type(box) is list else []
             if len(values) != 4 or None in values:
@@ -879,8 +1030,6 @@ def check_boxes(photos, categories):
             if min(w, h) < 0:
                 counts['are drawn from right to left or upwards: they are turned'] += 1
                 x, y, w, h = min(x, x + w), min(y, y + h), abs(w), abs(h)
-            if photo.fractions:
-                x, y, w, h = x * W, y * H, w * W, h * H
             boxes[where] = x, y, w, h
             if not (x <= W and y <= H and x + w >= 0 and y + h >= 0):
                 fault('boxes', f'{where}: bbox {box} is outside its photo of {W} x {H} pixels')
@@ -888,15 +1037,15 @@ def check_boxes(photos, categories):
             beyond += max(-x, -y, x + w - W, y + h - H) > 1  # by more than a pixel
             empty = min(x + w, W) <= max(x, 0) or min(y + h, H) <= max(y, 0)
             counts['have no width or no height: nothing is trained on them'] += empty
-            if not (number(area) or 0) > 0:
-                counts['have no area: width x height is taken'] += not empty and area is not None
-                area = w * h
+            area = number(one.get('area')) or 0
+            if area <= 0:
+                counts['have no area: width x height is taken'] += not empty
+                area = number(w * h)
             counts['are there twice'] += (photo.id, id, x, y, w, h) in seen
             seen.add((photo.id, id, x, y, w, h))
             photo.objects += not empty and not number(crowd)
             annotations.append(dict(id=len(annotations) + 1, image_id=photo.id, category_id=id,
-                                    bbox=[x, y, w, h], area=number(area),
-                                    iscrowd=number(crowd) or 0))
+                                    bbox=[x, y, w, h], area=area, iscrowd=number(crowd) or 0))
     counts['reach beyond their photos by more than a pixel'] = beyond
     file, n = next(iter(boxes), '').split(': ')[0], len(boxes)
     for what in +counts:
@@ -909,65 +1058,19 @@ def check_boxes(photos, categories):
               'corners')
     return annotations
 
-def number_photos(groups):
-    """Sort the photos of each split, and make their ids whole numbers."""
-    for group in groups.values():
-        own = Counter(photo.path for photo in group)
-        numbers = {int(photo.id) for photo in group if photo.id.isdecimal()}
-        whole = len(numbers) == len(group)
-        group.sort(key=lambda photo: int(photo.id) if whole else photo.id)
-        for n, photo in enumerate(group, 1):
-            photo.id = int(photo.id) if whole else n
-            if own[photo.path] > 1:
-                fault('ids', f'{photo.path}: another image has this photo, too')
-
-def objects(paths, out, args):
-    """Photos with boxes, as COCO, Pascal VOC or YOLO have them -> COCO's json."""
-    folder, files = paths[0], list_files(paths[0])
-    read = (read_coco if any(re.fullmatch(COCO_FILES, path.as_posix()) for path in files) else
-            read_voc if any(path.suffix.lower() == '.xml' for path in files) else read_yolo)
-    groups, categories = read(folder, files)
-    number_photos(groups)
-    used = {photo.path for group in groups.values() for photo in group}
-    if not used or not categories:
-        stop_at_faults(folder)
-        fail(f'{folder}: no photos with boxes in the form of COCO (annotations/instances_*.json), '
-             'Pascal VOC (*.xml) or YOLO (*.txt, and data.yaml or classes.txt): export them so')
-    unused = sum(is_photo(path) and folder / path not in used for path in files)
-    if unused:
-        note(f'{folder}: {unused:,} photos without annotations are left out')
-    splits = choose_splits(folder, groups, fits=lambda photo: any(
-        not number(crowd) for *_, crowd in photo.boxes))
-    bits = read_photos(splits)
-    names = dict(sorted(categories.values()))
-    if min(names) < 0 or max(names) >= 10 ** 5:
-        fault('categories', f'{folder}: category ids are {min(names)} to {max(names)}: use 0 to '
-              '99999')
-    annotations = [check_boxes(part, categories) for part in splits]
-    shown = [{one['category_id'] for one in part if not one['iscrowd']} for part in annotations]
-    empty = [name for name, part in zip(('train', 'val'), splits)
-             if not any(photo.objects for photo in part)]
-    if empty and not FAULTS:
-        fault('splits', f'{folder}: {" and ".join(empty)} has no object to find (crowds are none)')
-    stop_at_faults(folder)
-    photos = splits[0] + splits[1]
-    empty = sum(not photo.boxes for photo in photos)
-    if empty:
-        note(f'{folder}: {empty:,} of {len(photos):,} photos have no objects')
-    if shown[1] - shown[0]:
-        lacking = ', '.join(names[id] for id in sorted(shown[1] - shown[0]))
-        note(f'{folder}: no photo to train on shows {lacking}')
-    for name, group, part in zip(('train', 'val'), splits, annotations):
-        images = [dict(id=photo.id, file_name=final_place(photo.path, out, args),
-                       width=photo.size[0], height=photo.size[1]) for photo in group]
-        content = dict(images=images, annotations=part,
-                       categories=[dict(id=id, name=name) for id, name in names.items()])
-        (out / f'{name}.json').write_text(json.dumps(content), 'utf-8')
-    facts = [annotations, [(photo.id, photo.name, photo.size, photo.crc) for photo in photos]]
-    return dict(kind='objects', classes=[names.get(id, '') for id in range(max(names) + 1)],
-                train=len(splits[0]), val=len(splits[1]), bits=bits,
-                most_objects=max(photo.objects for photo in photos),
-                checksum=zlib.crc32(json.dumps(facts).encode()))
+def coco(paths, out, args):
+    """A zip of annotations, and one of photos for each split."""
+    annotations, *archives = paths
+    for path in archives:
+        split = path.stem  # val2017 or train2017
+        with zipfile.ZipFile(path) as archive:
+            files = [file for file in archive.namelist()
+                     if re.fullmatch(split + r'/[0-9]{12}\.jpg', file)]
+            for file in progress(files, f'photos of {split} unpacked', len(files)):
+                archive.extract(file, out)
+        with zipfile.ZipFile(annotations) as archive:
+            archive.extract(f'annotations/instances_{split}.json', out)
+    return objects([out], out, args)
 
 # ------------------------------------ weights ------------------------------------
 GPT2 = r'(wte|wpe|ln_f|h\.\d+\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.(weight|bias)'
@@ -1000,73 +1103,12 @@ FIXED = dict(  # settings of other programs that no tensor shows, as the scripts
 WRAPPERS = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning
 # causal masks, rotary frequencies, counters of batch norm, a ResNet's classifier
 SPARE = re.compile(r'\.attn\.(masked_)?bias$|\.inv_freq$|num_batches_tracked$|^fc\.')
+HEADS = {'detr-r50': 8, 'gpt2': 12}  # of downloads, whose files do not say so
 
-def read_checkpoint(path):
-    """A checkpoint of any program. Nothing in the file is run; besides tensors, numbers and texts
-    it may hold an argparse.Namespace, as DETR's and DeiT's do."""
-    import torch
-    try:
-        if path.suffix == '.safetensors':
-            return read_safetensors(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return dict(torch.load(path, map_location='cpu', weights_only=True))
-    except Exception as error:  # PyTorch raises half a dozen kinds
-        held = re.search(r'GLOBAL ([\w.]+)', str(error))
-        if held:
-            fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
-        reason = str(error).split('. ')[0] or type(error).__name__
-        fail(f'{path} cannot be read as a checkpoint: {reason:.150}')
-
-def read_safetensors(path):
-    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
-    import torch
-    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
-                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
-    raw, tensors = np.memmap(path, mode='r'), {}
-    start = 8 + int.from_bytes(raw[:8].tobytes(), 'little')
-    for name, entry in json.loads(raw[8:start].tobytes()).items():
-        if name != '__metadata__':
-            first, last = entry['data_offsets']
-            data = torch.from_numpy(raw[start + first:start + last].copy())
-            tensors[name] = data.view(kinds[entry['dtype']]).view(entry['shape'])
-    return tensors
-
-def settings(form, w, heads):
-    """What the shapes of weights show, by the names that the script has for it."""
-    _, name, others, _ = FORMS[form]
-    config = {**others, name: heads} if name else dict(others)
-    w = {key.removeprefix('transformer.') if form == 'nanoGPT' else key: p for key, p in w.items()}
-    for setting, (key, dim) in SHAPES.items():
-        if key in w:
-            config[setting] = w[key].shape[dim]
-    for setting, prefix in LAYERS.items():
-        numbers = {key.removeprefix(prefix).split('.')[0] for key in w if key.startswith(prefix)}
-        if numbers:
-            config[setting] = len(numbers)
-    if form == 'nanoGPT':
-        config['arch'] = 'gpt2' if 'block_size' in config else 'rotary'  # as modded-nanogpt's
-        config.setdefault('block_size', 1024)
-        config['bias'] = 'ln_f.bias' in w
-    if form == 'ViT':
-        config['head_size'] = w['blocks.0.attn.proj.weight'].size(1) // heads
-        grid = math.isqrt(w['pos_embed'].size(1) - len(w['cls_token']))  # which has a position
-        config['image_size'] = grid * config['patch_size']
-    return config
-
-def told_settings(path, saved):
-    """What a checkpoint, or a config.json beside it, says of its model, as a dict."""
-    told = saved.get('model_args') or saved.get('config') or saved.get('args') or {}
-    told = told if isinstance(told, dict) else getattr(told, '__dict__', {})
-    beside = path.with_name('config.json')
-    if not told and beside.exists():
-        told = read_json(beside) or fail(f'{beside} is not a JSON object')
-    if 'script' in saved or told.keys() & {'attention', 'self_attention', 'reading'}:
-        fail(f'{path} is in the form of the scripts already: give it to --init')
-    return told
-
-def weights(path, heads):
+def weights(paths, out, args):
     """A file of another program, or Hugging Face's folder of one -> {model, config, ...}."""
     import torch
+    path, heads = paths[0], args.heads or HEADS.get(args.what)
     if path.is_dir():
         files = [path / name for name in ('model.safetensors', 'pytorch_model.bin')]
         path = next((file for file in files if file.exists()), files[0])
@@ -1117,7 +1159,91 @@ def weights(path, heads):
     print(f'{path}: {form}, {len(w)} tensors')
     return dict(script=script, config=config, data={}, model=w, checksum=checksum)
 
+def told_settings(path, saved):
+    """What a checkpoint, or a config.json beside it, says of its model, as a dict."""
+    told = saved.get('model_args') or saved.get('config') or saved.get('args') or {}
+    told = told if isinstance(told, dict) else getattr(told, '__dict__', {})
+    beside = path.with_name('config.json')
+    if not told and beside.exists():
+        told = read_json(beside) or fail(f'{beside} is not a JSON object')
+    if 'script' in saved or told.keys() & {'attention', 'self_attention', 'reading'}:
+        fail(f'{path} is in the form of the scripts already: give it to --init')
+    return told
+
+def settings(form, w, heads):
+    """What the shapes of weights show, by the names that the script has for it."""
+    _, name, others, _ = FORMS[form]
+    config = {**others, name: heads} if name else dict(others)
+    w = {key.removeprefix('transformer.') if form == 'nanoGPT' else key: p for key, p in w.items()}
+    for setting, (key, dim) in SHAPES.items():
+        if key in w:
+            config[setting] = w[key].shape[dim]
+    for setting, prefix in LAYERS.items():
+        numbers = {key.removeprefix(prefix).split('.')[0] for key in w if key.startswith(prefix)}
+        if numbers:
+            config[setting] = len(numbers)
+    if form == 'nanoGPT':
+        config['arch'] = 'gpt2' if 'block_size' in config else 'rotary'  # as modded-nanogpt's
+        config.setdefault('block_size', 1024)
+        config['bias'] = 'ln_f.bias' in w
+    if form == 'ViT':
+        config['head_size'] = w['blocks.0.attn.proj.weight'].size(1) // heads
+        grid = math.isqrt(w['pos_embed'].size(1) - len(w['cls_token']))  # which has a position
+        config['image_size'] = grid * config['patch_size']
+    return config
+
+def read_checkpoint(path):
+    """A checkpoint of any program. Nothing in the file is run; besides tensors, numbers and texts
+    it may hold an argparse.Namespace, as DETR's and DeiT's do."""
+    import torch
+    try:
+        if path.suffix == '.safetensors':
+            return read_safetensors(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return dict(torch.load(path, map_location='cpu', weights_only=True))
+    except Exception as error:  # PyTorch raises half a dozen kinds
+        held = re.search(r'GLOBAL ([\w.]+)', str(error))
+        if held:
+            fail(f'{path} holds a {held[1]}, which could run code: save model.state_dict() alone')
+        reason = str(error).split('. ')[0] or type(error).__name__
+        fail(f'{path} cannot be read as a checkpoint: {reason:.150}')
+
+def read_safetensors(path):
+    """{name: tensor} from the length of a JSON header, that header, and the tensors' bytes."""
+    import torch
+    kinds = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+                 I64=torch.int64, I32=torch.int32, U8=torch.uint8, BOOL=torch.bool)
+    raw, tensors = np.memmap(path, mode='r'), {}
+    start = 8 + int.from_bytes(raw[:8].tobytes(), 'little')
+    for name, entry in json.loads(raw[8:start].tobytes()).items():
+        if name != '__metadata__':
+            first, last = entry['data_offsets']
+            data = torch.from_numpy(raw[start + first:start + last].copy())
+            tensors[name] = data.view(kinds[entry['dtype']]).view(entry['shape'])
+    return tensors
+
 # ------------------------------------ look ------------------------------------
+def draw(folder, meta):
+    """Write look.png: a dozen images of both splits, under their labels or with their boxes."""
+    from PIL import Image, ImageDraw
+    sheet = Image.new('RGB', (4 * 250, 3 * 270), 'white')
+    pen, n = ImageDraw.Draw(sheet), 0
+    for split, count in ('train', 8), ('val' if meta['kind'] == 'objects' else 'test', 4):
+        for text, image, boxes in examples(folder, meta, split, count):
+            left, top, scale = n % 4 * 250 + 5, n // 4 * 270 + 20, 240 / max(image.size)
+            size = [max(1, round(scale * side)) for side in image.size]
+            how = Image.NEAREST if scale > 3 else Image.BICUBIC
+            sheet.paste(image.resize(size, how), (left, top))
+            pen.text((left, top - 15), f'{split}: {text}'[:36], 'black')
+            for name, x, y, w, h in boxes:
+                x, y = left + scale * x, top + scale * y
+                pen.rectangle((x, y, x + scale * w, y + scale * h), outline='lime', width=2)
+                pen.text((x + 3, y + 1), name, 'lime')
+            n += 1
+    buffer = io.BytesIO()
+    sheet.save(buffer, 'png')
+    (folder / 'look.png').write_bytes(buffer.getbuffer())
+
 def examples(folder, meta, split, count):
     """Yield a few images of data that are there, spread over them: (text, image, boxes), of which
     a box is (name, x, y, w, h)."""
@@ -1142,27 +1268,6 @@ def examples(folder, meta, split, count):
             image = Image.fromarray(np.ascontiguousarray(images[row].transpose(1, 2, 0)))
             yield meta['classes'][labels[row]], image, []
 
-def draw(folder, meta):
-    """Write look.png: a dozen images of both splits, under their labels or with their boxes."""
-    from PIL import Image, ImageDraw
-    sheet = Image.new('RGB', (4 * 250, 3 * 270), 'white')
-    pen, n = ImageDraw.Draw(sheet), 0
-    for split, count in ('train', 8), ('val' if meta['kind'] == 'objects' else 'test', 4):
-        for text, image, boxes in examples(folder, meta, split, count):
-            left, top, scale = n % 4 * 250 + 5, n // 4 * 270 + 20, 240 / max(image.size)
-            size = [max(1, round(scale * side)) for side in image.size]
-            how = Image.NEAREST if scale > 3 else Image.BICUBIC
-            sheet.paste(image.resize(size, how), (left, top))
-            pen.text((left, top - 15), f'{split}: {text}'[:36], 'black')
-            for name, x, y, w, h in boxes:
-                x, y = left + scale * x, top + scale * y
-                pen.rectangle((x, y, x + scale * w, y + scale * h), outline='lime', width=2)
-                pen.text((x + 3, y + 1), name, 'lime')
-            n += 1
-    buffer = io.BytesIO()
-    sheet.save(buffer, 'png')
-    (folder / 'look.png').write_bytes(buffer.getbuffer())
-
 # ------------------------------------ downloads ------------------------------------
 HF = 'https://huggingface.co/'
 COCO = 'http://images.cocodataset.org/'  # its certificate is another host's: http, checked by hash
@@ -1172,8 +1277,8 @@ TORONTO = 'https://www.cs.toronto.edu/~kriz/'
 WIKI = 'https://wikitext.smerity.com/'
 OWT = HF + 'datasets/Skylion007/openwebtext/resolve/8cfd553694d06979cfec29248b200468786f0294/'
 
-# name: (the function that makes its folder or, of weights, the number of heads; a script to run
-# next; what the list says; files). A file: (bytes, hash, URL, further mirrors); None: unknown.
+# name: (the function that makes it; a script to run next; what the list says; files). A file:
+# (bytes, hash, URL, further mirrors); None: unknown.
 DATASETS = {
     'shakespeare': (text_file, 'attentionx_gpt.py', '1.1 MB, public domain: first runs', [
         (1115394, 'sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
@@ -1204,237 +1309,28 @@ DATASETS = {
         (815585330, 'sha256:4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05',
          COCO + 'zips/val2017.zip'),
         (None, 'md5:cced6f7f71b7629ddf16f17bbcfab6b2', COCO + 'zips/train2017.zip')]),
-    'detr-r50': (8, 'admm_detr.py --preset finetune', '159 MB, Apache 2.0: DETR, trained', [
+    'detr-r50': (weights, 'admm_detr.py --preset finetune', '159 MB, Apache 2.0: DETR, trained', [
         (None, 'sha256:e632da11',  # from its name; no more are known
          'https://dl.fbaipublicfiles.com/detr/detr-r50-e632da11.pth')]),
-    'resnet50': (0, 'admm_detr.py --preset paper', '103 MB, BSD 3-Clause: backbone of DETR', [
+    'resnet50': (weights, 'admm_detr.py --preset paper', '103 MB, BSD 3-Clause: backbone of DETR', [
         (102530333, 'sha256:0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a',
          'https://download.pytorch.org/models/resnet50-0676ba61.pth')]),
-    'gpt2': (12, 'mask_distill.py --preset report004', '548 MB, MIT: teacher', [
+    'gpt2': (weights, 'mask_distill.py --preset report004', '548 MB, MIT: teacher', [
         (548105171, 'sha256:248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707',
          HF + 'openai-community/gpt2/resolve/607a30d783dfa663caf39e06633721c8d4cfcd7e/'
          'model.safetensors')]),
     'openwebtext': (openwebtext, 'attentionx_gpt.py', '630 MB a part, CC0 (packaging only): GPT', [
         (None, None, f'{OWT}subsets/urlsf_subset{i:02d}.tar') for i in range(21)]),
 }
-
-# ------------------------------------ prepare ------------------------------------
 DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, KeyError,
            ValueError)  # what reading a damaged or another archive raises
-OWN = {  # the function that makes its folder, a script to run next, what the list says
+OWN = {
     'text': (text_file, 'attentionx_gpt.py', 'FILE in UTF-8'),
     'tokens': (tokens, 'attentionx_gpt.py', 'FOLDER with train.bin and val.bin, as nanoGPT has'),
     'arrays': (arrays, 'belief_vit.py', 'FOLDER with train.npz, test.npz: images and labels'),
     'photos': (photos, 'belief_vit.py', 'FOLDER with CLASS/*, or train/CLASS/* and val/CLASS/*'),
-    'objects': (objects, 'admm_detr.py', 'FOLDER in the form of COCO, Pascal VOC or YOLO'),
-    'weights': (0, '', "FILE of nanoGPT, timm, DETR, GPT-2, or torchvision's ResNet-50")}
-
-def choose_name(args):
-    """What the result is called: --name, or as its file or folder is."""
-    path = Path(os.path.abspath(args.path or args.what))
-    name = path.stem if path.is_file() else path.name
-    if args.what == 'weights':
-        name = re.sub(r'(\.(pt|pth|bin|tar|ckpt|safetensors))+$', '', path.name)
-        name = path.parent.name if name in ('model', 'pytorch_model') else name
-    name = args.name or name
-    if (not re.fullmatch(r'[^./\\][^/\\]*', name) or name in ('builtin', 'download', 'weights')
-            or (DATA / name).absolute() == path):
-        fail(f'{name} cannot be the name of the result in {DATA}/: give another one with --name')
-    return name
-
-def describe_source(args):
-    """What the result is made from: a command, a place of yours, and a stamp of the files there.
-    Downloads that are verified are the same from everywhere."""
-    given = args.path or (None if args.verify else args.local)
-    command = args.what + ''.join(
-        f' --{key} {x}' for key, x in vars(args).items()
-        if key in ('tokenizer', 'parts', 'heads') and x not in (None, 1))
-    command += '' if args.verify else ' --no-verify'
-    return dict(command=command, place=os.path.abspath(given) if given else '',
-                files=stamp(given) if given else 0)
-
-def read_final(final):
-    """What finished data or weights say of themselves; {} if they are not there."""
-    if not final.exists():
-        return {}
-    meta = read_json(final / 'meta.json') if final.is_dir() else read_checkpoint(final)
-    if type(meta.get('source')) is not dict:
-        fail(f'{final} was not made by this version: delete it if you can do without it, or give '
-             'another --name')
-    return {key: x for key, x in meta.items() if key != 'model'}
-
-def remove_leftovers(final):
-    """Delete what killed runs left behind, if it is older than an hour."""
-    for part in map(Path, glob.glob(f'{glob.escape(str(final))}.part-*')):
-        with contextlib.suppress(OSError):
-            newest = max(os.stat(path).st_mtime for path in (part, *part.rglob('*')))
-            if newest < time.time() - 3600:
-                shutil.rmtree(part)
-                note(f'{part}, which a killed run had left, is removed')
-
-def make_final(make, paths, args, out):
-    """Make the folder or the file out/new -> what it says of itself."""
-    if callable(make):
-        (out / 'new').mkdir()
-        meta = make(paths, out / 'new', args)
-    else:
-        meta = weights(paths[0], args.heads or make)
-    model = meta.pop('model', None)
-    meta['format'] = 1
-    meta['checksum'] = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
-    meta['source'] = args.source
-    if callable(make):
-        meta['files'] = {path.name: path.stat().st_size
-                         for path in sorted((out / 'new').iterdir()) if path.is_file()}
-        (out / 'new/meta.json').write_text(json.dumps(meta, indent=1) + '\n', 'utf-8')
-    else:
-        import torch
-        buffer = io.BytesIO()  # so that a full disk is an OSError
-        torch.save(dict(meta, model=model), buffer)
-        (out / 'new').write_bytes(buffer.getbuffer())
-    return meta
-
-def put_in_place(out, final, meta, old):
-    """Give the finished out/new its name. If another run was faster, its result stays."""
-    if old:
-        had, place = old['source']['place'], meta['source']['place']
-        if old['checksum'] != meta['checksum']:
-            if had != place:
-                fail(f'{final} is another, made from {had}, which is gone: give a --name, or '
-                     'delete it if you can do without it')
-            note(f'{place} has changed: {final} is made anew')
-        with contextlib.suppress(FileNotFoundError):
-            final.rename(out / 'old')
-    try:
-        (out / 'new').rename(final)
-    except OSError:
-        if read_final(final).get('checksum') != meta['checksum']:
-            raise
-
-def next_command(final, meta, script):
-    """What to type next, with the flags that fit."""
-    if 'kind' in meta:
-        most = meta.get('most_objects', 0)
-        queries = f' --num-queries {3 * most}' if most > 4 else ''  # twelve, unless you say so
-        return f'{script} --data {shlex.quote(final.name)}{queries}'
-    if script:  # a preset has all flags
-        return script
-    command = f'{meta["script"]} --init {shlex.quote(final.as_posix())}'
-    if meta['script'] != 'mask_distill.py':  # which takes its sizes from the file
-        for key, x in meta['config'].items():
-            key = key.replace('_', '-')
-            command += f' --{"" if x else "no-"}{key}' if type(x) is bool else f' --{key} {x}'
-    return command
-
-def finish(final, meta, script):
-    """Say how much there is, draw some of it, and name the next command."""
-    kind = meta.get('kind', 'weights')
-    counts = [f'{meta[split]:,} {split}' for split in ('train', 'val', 'test') if split in meta]
-    what = {'weights': '', 'tokens': 'tokens', 'arrays': 'images'}.get(kind, 'photos')
-    print(f'{final} is ready' + ': ' * bool(counts) + ', '.join(counts), what)
-    if kind not in ('weights', 'tokens'):
-        classes = [name for name in meta['classes'] if name]
-        print(f'{len(classes)} classes:', ', '.join(classes[:20]), '...' * (len(classes) > 20))
-        try:
-            if not (final / 'look.png').exists():
-                draw(final, meta)
-            print(f'look at {final / "look.png"}: are these labels, boxes and colours right?')
-        except Exception as error:  # a picture is not worth the data
-            note(f'there is no look.png: {error} (it needs `pip install pillow`)')
-    print(f'next: python {next_command(final, meta, script)}')
-
-def prepare(args):
-    """Make data/NAME or data/weights/NAME.pt, unless it is there -> what it says of itself."""
-    make, script, _, files = DATASETS.get(args.what) or (*OWN[args.what], [])
-    files = files[:args.parts + (args.what == 'coco')]  # coco's annotations are not a part
-    if not args.verify:
-        files = [(None, None, *urls) for _, _, *urls in files]
-    if make in (text_file, wikitext, openwebtext) and not args.tokenizer:
-        args.tokenizer = 'bytes' if make is text_file else 'gpt2'
-    args.name = choose_name(args)
-    final = DATA / args.name if callable(make) else DATA / 'weights' / f'{args.name}.pt'
-    args.source, old = describe_source(args), read_final(final)
-    if old.get('source') == args.source:
-        finish(final, old, script)
-        return old
-    had = old.get('source', args.source)
-    elsewhere = had['place'] != args.source['place'] and os.path.exists(had['place'])
-    if elsewhere or had['command'] != args.source['command']:
-        fail(f'{final} is another, made by `{had["command"]} {had["place"]}`: give a --name, or '
-             'delete it if you can do without it')
-    remove_leftovers(final)
-    out = final.with_name(f'{final.name}.part-{os.getpid()}')
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        paths = [args.path] if args.path else gather(args, files)
-        try:
-            meta = make_final(make, paths, args, out)
-        except DAMAGED as error:
-            if not files:
-                raise
-            for path, (_, digest, *_) in zip(paths, files):
-                if not args.local and not digest:  # perhaps a login page: fetch it anew next time
-                    path.unlink()
-            fail(f'{paths[0]} is not the archive that it should be: {error!r}')
-        put_in_place(out, final, meta, old)
-    finally:
-        shutil.rmtree(out, ignore_errors=True)
-    finish(final, meta, script)
-    return meta
-
-def parse(argv):
-    """argv -> arguments, checked."""
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.error = fail
-    add = p.add_argument
-    add('what', metavar='NAME', nargs='?', help='of a download, or what PATH is')
-    add('path', metavar='PATH', nargs='?', type=Path, help=f'only after {", ".join(OWN)}')
-    add('--name', help="of the result, if not its source's")
-    add('--tokenizer', choices=VOCAB_SIZE, help='of texts; default: bytes, or gpt2 for large ones')
-    add('--heads', type=int, help='of weights that do not say how many their attention has')
-    add('--parts', type=int, default=1, help='of coco, openwebtext')
-    add('--from', dest='local', type=Path, help='file or folder to use instead of downloads')
-    add('--no-verify', dest='verify', action='store_false', help='accept any size or hash')
-    args = p.parse_intermixed_args(argv)
-    what, path = args.what, args.path
-    if what not in (None, *DATASETS, *OWN):
-        kind = 'photos' if os.path.isdir(what) else 'text'
-        fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
-             if os.path.exists(what) else f'{what} is none of {", ".join([*DATASETS, *OWN])}')
-    if what and (what in OWN) != (path is not None):
-        fail(f'{", ".join(OWN)} take a PATH of yours, the others --from PATH')
-    most = {'coco': 2, 'openwebtext': 21}.get(what, 1)
-    if not 1 <= args.parts <= most:
-        fail(f'--parts {args.parts}: use 1 to {most} with {what}')
-    if path and not path.exists():
-        fail(f'{path}: no such file or folder')
-    if path and path.is_file() and what not in ('text', 'weights') and not (
-            what == 'arrays' and path.suffix == '.npz'):
-        fail(f'{path} is a file, not a folder' + advice([path]))
-    return args
-
-def main(argv=None):
-    """Prepare data or weights -> what meta.json says."""
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, 'reconfigure'):  # a notebook's has not
-            stream.reconfigure(errors='replace')  # for consoles that cannot show every character
-    FAULTS.clear()
-    args = parse(argv)
-    if not args.what:
-        print('usage: python prepare_data.py NAME, or KIND PATH for what you have (--help)\n')
-        for name, (_, _, about, *_) in {**DATASETS, **OWN}.items():
-            print(f'{name:16}{about}')
-        return {}
-    try:
-        return prepare(args)
-    except KeyboardInterrupt:
-        print('interrupted; run the same command again to continue', file=sys.stderr)
-        raise SystemExit(130)
-    except OSError as error:  # no permission, disk full
-        fail(f'{error.filename or args.what}: {error.strerror or error}')
-    except ImportError as error:
-        fail(f'{error}: `pip install {error.name.replace("PIL", "pillow")}`')
+    'objects': (objects, 'admm_detr.py', "FOLDER of photos with boxes, in COCO's form"),
+    'weights': (weights, '', "FILE of nanoGPT, timm, DETR, GPT-2, or torchvision's ResNet-50")}
 
 if __name__ == '__main__':
     main()

@@ -2206,20 +2206,21 @@ def test_door_texts(tmp_path):
             ids = np.fromfile(final / f'{split}.bin', '<u2')
             assert ids.tolist() == [*part.encode()] and meta[split] == len(ids), (name, split)
     assert meta == json.loads((final / 'meta.json').read_text())
-    with patch.object(prepare_data, 'make_final', None):  # it is ready: nothing is made
-        assert prepared(tmp_path, 'text wide.txt')[1] == meta
+    (final / 'train.bin').write_bytes(b'cut')  # the same command makes them again
+    _, again, out = prepared(tmp_path, 'text wide.txt')
+    assert again == meta and 'anew: its contents are the same' in out
     write(tmp_path / 'wide.txt', 'others ' * 99)
     _, anew, out = prepared(tmp_path, 'text wide.txt')
-    assert 'made anew' in out and anew['train'] == 99 * 7 * 9 // 10
+    assert 'contents are others' in out and anew['train'] == 99 * 7 * 9 // 10
     (tmp_path / 'far').mkdir()
     (tmp_path / 'wide.txt').rename(tmp_path / 'far/wide.txt')
     _, moved, out = prepared(tmp_path, 'text far/wide.txt')
-    assert moved['checksum'] == anew['checksum'] and 'anew' not in out
+    assert moved['checksum'] == anew['checksum'] and 'are the same' in out
 
     blocks = [prose[i:i + 50] for i in range(0, len(prose), 50)]
     pieces = [piece for _, piece in prepare_data.pieces('train', blocks)]
     assert ''.join(pieces) == prose and len(pieces) > len(blocks) / 2
-    assert all(re.match(r'\n\w', piece) for piece in pieces[1:])  # there a new token starts
+    assert all(re.match(r'[\n ][^\s<]', piece) for piece in pieces[1:])  # there a token starts
 
     write(tmp_path / 'wide.txt', 'third ' * 99)
     write(tmp_path / 'latin.txt', 'é' * 99, 'latin-1')
@@ -2351,10 +2352,10 @@ def test_door_photos(tmp_path):
         'photos a --name pets': 'another / --name',
         'photos broken': 'cat/1.png / cat/2.png / faults: 5 (5 photos)'})
 
-def objects_set(root, form, change=lambda content: None, size=(20, 40), turned=1):
-    """On each photo a cup (id, 5, 20, 10) and a pen (30, 8, 4, 10), in one of four forms."""
+def objects_set(root, change=lambda content: None, size=(20, 40), turned=1, form='coco'):
+    """On each photo a cup (id, 5, 20, 10) and a pen (30, 8, 4, 10), as COCO or Roboflow has them."""
     for split, ids in ('train', (1, 2, 3)), ('val', (4,)):
-        folder = dict(coco=f'{split}2017', roboflow=split).get(form, f'{split}/images')
+        folder = f'{split}2017' if form == 'coco' else split
         content = dict(images=[], annotations=[], categories=[
             dict(id=3, name='cup'), dict(id=7, name='pen')])
         for id in ids:
@@ -2364,25 +2365,13 @@ def objects_set(root, form, change=lambda content: None, size=(20, 40), turned=1
                 dict(id=10 * id + category, image_id=id, category_id=category, bbox=box,
                      area=box[2] * box[3], iscrowd=0)
                 for category, box in ((3, [id, 5, 20, 10]), (7, [30, 8, 4, 10]))]
-            if form == 'voc':
-                write(root / split / f'annotations/{id}.xml', f"""<annotation>
-                    <object><name>cup</name><bndbox><xmin>{id + 1}</xmin><ymin>6</ymin>
-                        <xmax>{id + 20}</xmax><ymax>15</ymax></bndbox></object>
-                    <object><name>pen</name><bndbox><xmin>31</xmin><ymin>9</ymin>
-                        <xmax>34</xmax><ymax>18</ymax></bndbox></object></annotation>""")
-            if form == 'yolo':  # centre and size
-                write(root / split / f'labels/{id}.txt',
-                      f'0 {(id + 10) / 40} .5 .5 .5\n1 .8 .65 .1 .5\n')
-                write(root / 'data.yaml', "nc: 2\nnames: ['cup', 'pen']\n")
         change(content)
-        if form == 'coco':
-            write(root / f'annotations/instances_{folder}.json', json.dumps(content))
-        if form == 'roboflow':
-            write(root / split / '_annotations.coco.json', json.dumps(content))
+        file = 'annotations/instances_{}.json' if form == 'coco' else '{}/_annotations.coco.json'
+        write(root / file.format(folder), json.dumps(content))
 
 @wants('PIL')
 def test_door_objects(tmp_path):
-    """The same boxes from COCO, Roboflow, Pascal VOC and YOLO, and from what has one meaning."""
+    """The same boxes from COCO, Roboflow, and from what has one meaning."""
     def backwards(content):
         for a in content['annotations']:
             x, y, w, h = a['bbox']
@@ -2390,9 +2379,9 @@ def test_door_objects(tmp_path):
     def beyond(content):
         content['annotations'][0].update(bbox=[-3, 10.5, 60, 20], iscrowd=1)
     for name, more in dict(
-            coco={}, roboflow={}, voc={}, yolo={}, backwards=dict(change=backwards),
+            coco={}, roboflow=dict(form='roboflow'), backwards=dict(change=backwards),
             stored=dict(turned=6), turned=dict(size=(40, 20), turned=6)).items():
-        objects_set(tmp_path / name, 'coco' if more else name, **more)
+        objects_set(tmp_path / name, **more)
         final, meta, _ = prepared(tmp_path, f'objects {name}')
         assert [x for x in meta['classes'] if x] == ['cup', 'pen']
         assert meta | dict(train=3, val=1, bits=8) == meta
@@ -2406,7 +2395,7 @@ def test_door_objects(tmp_path):
                 close([a['bbox'] for a in own], [[id, 5, 20, 10], [30, 8, 4, 10]], 1e-5)
                 close([a['area'] for a in own], [200, 40], 1e-4)
                 assert [meta['classes'][a['category_id']] for a in own] == ['cup', 'pen']
-    objects_set(tmp_path / 'beyond', 'coco', beyond)
+    objects_set(tmp_path / 'beyond', beyond)
     final = prepared(tmp_path, 'objects beyond')[0]  # boxes stay as they are
     first = json.loads((final / 'train.json').read_text())['annotations'][0]
     assert (first['bbox'], first['iscrowd']) == ([-3, 10.5, 60, 20], 1)
@@ -2432,19 +2421,37 @@ def test_door_refuses_objects(tmp_path):
         'gone': (one('images', file_name='x.png'), 'train2017/x.png / val2017/x.png / faults: 2'),
         'corners': (corners, 'corners')}
     for name, (change, _) in changes.items():
-        objects_set(tmp_path / name, 'coco', change)
-    objects_set(tmp_path / 'voc', 'voc')
-    (tmp_path / 'voc/train/images/1.png').unlink()
-    write(tmp_path / 'voc/val/annotations/4.xml', '<annotation>')
-    for name, file, text in (('pixels', 'train/labels/1.txt', '0 20 10 8 8'),
-                             ('polygon', 'train/labels/1.txt', '0 .1 .1 .5 .1 .5 .5'),
-                             ('count', 'data.yaml', 'nc: 3\nnames: [cup, pen]\n')):
-        objects_set(tmp_path / name, 'yolo')
-        write(tmp_path / name / file, text)
-    refused(tmp_path, {f'objects {name}': words for name, (_, words) in changes.items()} | {
-        'objects voc': '1.xml: its photo is missing / val/annotations/4.xml is not / faults: 2',
-        'objects pixels': 'labels/1.txt: line 1 / fractions', 'objects polygon': 'a polygon',
-        'objects count': 'nc is 3'})
+        objects_set(tmp_path / name, change)
+    refused(tmp_path, {f'objects {name}': words for name, (_, words) in changes.items()})
+
+@wants('PIL', 'supervision')
+def test_door_names_a_converter(tmp_path):
+    """What its line says makes COCO's form of Pascal VOC and of YOLO, whatever the names are."""
+    names, box = ["driver's seat", 'cup, small', '01'], [4, 5, 20, 10]
+    for i in range(11):
+        for folder in 'voc/photos', 'yolo/images':
+            paint(tmp_path / folder / f'{i}.png', flat(20, 40, i))
+        write(tmp_path / f'voc/annotations/{i}.xml', f"""<annotation><filename>{i}.png</filename>
+            <size><width>40</width><height>20</height><depth>3</depth></size>
+            <object><name>{names[i % 3]}</name><bndbox><xmin>5</xmin><ymin>6</ymin><xmax>24</xmax>
+            <ymax>15</ymax></bndbox></object></annotation>""")
+        write(tmp_path / f'yolo/labels/{i}.txt', f'{i % 3} .35 .5 .5 .5\n')
+    write(tmp_path / 'yolo/data.yaml', f'names: {json.dumps(names)}\n')
+    for form in 'voc', 'yolo':
+        with inside(tmp_path):
+            said = run(prepare_data, 'objects', form).err
+        with inside(tmp_path / form):
+            exec(re.search('in Python: (.*); then:', said)[1], {})
+        final, meta, _ = prepared(tmp_path / form, 'objects new')
+        assert sorted(name for name in meta['classes'] if name) == sorted(names), meta
+        for split in 'train', 'val':
+            content = json.loads((final / f'{split}.json').read_text())
+            assert len(content['images']) == len(content['annotations']), content
+            for one in content['annotations']:
+                close(one['bbox'], box, 1e-4)
+                photo, = [x for x in content['images'] if x['id'] == one['image_id']]
+                number = int(pathlib.Path(photo['file_name']).stem)
+                assert meta['classes'][one['category_id']] == names[number % 3], one
 
 def as_safetensors(tensors):
     """A file of that format, as its page describes it."""
@@ -2640,21 +2647,23 @@ def test_door_leaves_nothing_half_made(tmp_path):
         shutil.rmtree(tmp_path / 'data/notes', ignore_errors=True)
         prepared(tmp_path, 'text notes.txt')
         assert part.exists() == there
-    whole, make = prepare_data.put_in_place, prepare_data.make_final
-    def slower(out, *more):  # another run ends first
+    whole, make = prepare_data.put_in_place, prepare_data.complete
+    def slower(made, *more):  # another run ends first
         with patch.object(prepare_data, 'put_in_place', whole), \
                 patch.object(prepare_data.os, 'getpid', lambda: 7):
             prepared(tmp_path, 'text notes.txt')
-        return whole(out, *more)
-    shutil.rmtree(tmp_path / 'data')
-    with patch.object(prepare_data, 'put_in_place', slower):
-        prepared(tmp_path, 'text notes.txt')
-    assert [path.name for path in (tmp_path / 'data').iterdir()] == ['notes']
+        return whole(made, *more)
+    for ready in True, False:  # and without one before
+        with patch.object(prepare_data, 'put_in_place', slower):
+            prepared(tmp_path, 'text notes.txt')
+        assert [path.name for path in (tmp_path / 'data').iterdir()] == ['notes']
+        if ready:
+            shutil.rmtree(tmp_path / 'data')
     write(tmp_path / 'notes.txt', TEXT + 'more')
     def full(*args):
         make(*args)
         raise OSError(28, 'No space left on device')
-    with patch.object(prepare_data, 'make_final', full):
+    with patch.object(prepare_data, 'complete', full):
         refused(tmp_path, {'text notes.txt': 'No space left'})
 
 # ------------------------------------ the command line ------------------------------------
