@@ -45,7 +45,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import zlib
@@ -56,20 +55,11 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
-try:
-    import fcntl  # for the lock in train_teacher
-except ImportError:  # Windows has none
-    fcntl = None
 
-SCRIPT, CODE = 'mask_distill', b''
-if '__file__' in globals():  # it is missing where the script was pasted into a notebook
-    SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
-WORLD, RANK = 1, 0  # number of processes, and index of this one
-if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
-    WORLD, RANK = int(os.environ['WORLD_SIZE']), int(os.environ['RANK'])
+SCRIPT = Path(__file__).stem
+CODE = zlib.crc32(Path(__file__).read_bytes())  # another number if one letter of this file changes
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
@@ -78,17 +68,18 @@ def fail(message):
 
 # ------------------------------------ MA's method ------------------------------------
 # A kind of mask, kind:N in --masks, has two functions. The first says whether token i sees token j;
-# masks_at adds j <= i. The second is its reach: how many of the last and of the first tokens it
-# shows at most, or None for any number. blocked_attention takes only masks that have a reach.
+# masks_at adds j <= i. The second gives its reach (last, first): which of the last and of the first
+# tokens it may show. None says that it may show any. In blocked_attention every mask has a reach.
 KINDS = {
     'all': (lambda i, j, n: j <= i, None),                         # every token, whatever N is
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N that no other shows
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N, if not yet shown
     # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
 }
 NAMED = {
+    'all': 'all:1',
     'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # MA's five masks
     'windows': 'window:5+window:10+first:5',                  # its earlier three
     'first-all': 'first:1+all:1',                             # its experiment with L1
@@ -109,14 +100,19 @@ def parse_masks(masks):
     return parsed
 
 def check_masks(masks):
-    """If a kind of yours does not work, stop now, and not after a teacher's training."""
+    """Stop now, and not after a teacher's training, if a kind does not work or a mask is there
+    twice."""
     j = torch.arange(1024)
     i = j[:, None]
-    for kind, n in parse_masks(masks):
+    parsed = parse_masks(masks)
+    for kind, n in parsed:
+        if parsed.count((kind, n)) > 1:
+            fail(f'--masks {masks}: {kind}:{n} is there twice')
         formula, reach_of = KINDS[kind]
         mask = formula(i, j, n)
-        if mask.dtype != torch.bool:
-            fail(f'--masks {kind}:{n}: its formula in KINDS must be true or false')
+        if not torch.is_tensor(mask) or mask.dtype != torch.bool:
+            fail(f'--masks {kind}:{n}: its formula in KINDS must be a tensor, true or false for '
+                 'each i and j')
         if reach_of:
             last, first = reach_of(n)
             beyond = mask & (j <= i) & (i - j >= last) & (j >= first)
@@ -124,7 +120,7 @@ def check_masks(masks):
                 fail(f'--masks {kind}:{n}: it shows tokens beyond its reach in KINDS')
 
 def reach(masks):
-    """How many of the last and of the first tokens the masks can show, or None: any number."""
+    """The reach (last, first) of all masks together, or None."""
     kinds = parse_masks(masks)
     if None in [KINDS[kind][1] for kind, _ in kinds]:
         return None
@@ -140,13 +136,14 @@ def masks_at(masks, i, j):
     for m, (kind, _) in zip(M, kinds):
         if kind != 'sinks':
             shown = shown | m
+    # sinks show only what is not yet shown, so that no token counts twice
     return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, kinds)]
 
 def log_coefficients(alpha):
     """alpha (K,) -> log c_k (K,), where c_k = sigmoid(alpha_k).  [MA Sec. 3]
     L1 can make c_k too small for a float, but not its logarithm.
-    [choice] A mask whose c_k is below a thousandth of the largest is closed: -inf. The KL then has
-    no gradient for its alpha. It opens again only if the largest c_k falls."""
+    [choice] A mask is closed, -inf, while its c_k is below a thousandth of the largest. Its alpha
+    then has no gradient of the KL, so it opens only when the largest c_k falls far enough."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -154,7 +151,9 @@ def mixture(coefficients, M, i, j):
     """W = sum_k c_k M_k of coefficients (K,) and masks (..., Tq, T) -> (..., Tq, T).  [MA Sec. 3]
     [choice] A token that would see none sees itself."""
     W = sum(c_k * m for c_k, m in zip(coefficients, M))
-    return torch.where(W.sum(-1, keepdim=True) > 0, W, i == j)
+    sees_some = W.sum(-1, keepdim=True) > 0  # (..., Tq, 1)
+    itself = (i == j).to(W.dtype)  # 1 where j is token i itself, else 0
+    return torch.where(sees_some, W, itself)
 
 def log_mixture(log_c, M, i, j):
     """log W, where the largest c_k is made 1: softmax stays equal, and no small c_k becomes 0."""
@@ -220,10 +219,10 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     j = torch.cat([j_near, j_first], 1)
 
     def blocks_of(t):  # keys or values (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
-        near = F.pad(t, (0, 0, window - 1, padding))
-        near = near.unfold(2, b + window - 1, b).mT  # mT: unfold puts its new dimension last
-        firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)
-        return torch.cat([near, firsts], 3)
+        padded = F.pad(t, (0, 0, window - 1, padding))
+        near = padded.unfold(2, b + window - 1, b)  # (B, nh, n, hs, b + window - 1)
+        firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)  # the same for every block
+        return torch.cat([near.mT, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, padding)).view(B, nh, n, b, hs)
     p = attention_weights(queries, blocks_of(k), masks, log_c, reading, i, j)
@@ -262,9 +261,10 @@ def kept_pairs(masks, alphas, T):
 # ------------------------------------ configuration ------------------------------------
 @dataclass
 class Config:
-    """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this."""
+    """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
+    A field of yours is an int, float, str, bool, Literal or, if it may be unset, float | None."""
     # the student, and MA's method
-    masks: str = 'window:32+sinks:4'  # kinds, joined by +, or last5, windows, first-all
+    masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
     learn: Literal['attention', 'alphas'] = 'attention'  # attention layers and alphas, or alphas
     l1: float = 0.0                # weight of MA's penalty on coefficients
@@ -288,7 +288,7 @@ class Config:
     block_size: int = 128          # tokens in a sequence
     seed: int = 1337               # of weights and batches
     batch_size: int = 16           # sequences per forward pass
-    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
+    grad_accum_steps: int = 1      # forward passes per step
     min_lr_ratio: float = 0.1      # final cosine rate / peak
     grad_clip: float = 1.0         # largest gradient norm; 0 for no clipping
     eval_interval: int = 50        # steps between evaluations and checkpoints; 0: only at the end
@@ -304,26 +304,26 @@ class Config:
     # sample, criteria
     folder: str = ''               # a run's folder; default: the newest
     judge_rows: int = 0            # criteria: validation sequences to judge on; 0: all
-    prompt: str = '\n'             # text to continue, or FILE:notes.txt
-    num_samples: int = 1           # continuations
-    new_tokens: int = 100          # in each
+    prompt: str = '\n'             # text to continue
+    new_tokens: int = 100          # in its continuation
     temperature: float = 0.8       # 0 takes the likeliest token
-    top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
         if self.masks:  # a teacher has ''
             check_masks(self.masks)
         if not self.init and self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
+        if min(self.max_iters, self.seed) < 0 or min(self.batch_size, self.block_size) < 1:
+            fail('--max-iters and --seed are 0 or more, --batch-size and --block-size 1 or more')
 
 CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
-MACHINE = {  # settings that may differ when a run is resumed
+MACHINE = {  # settings that do not tell runs apart
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
-    'prompt', 'num_samples', 'new_tokens', 'temperature', 'top_k'}
+    'prompt', 'new_tokens', 'temperature'}
 TEACHER = {  # settings that a teacher depends on: they name its run
     'teacher_iters', 'teacher_lr', 'teacher_warmup', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
     'weight_decay', 'data', 'block_size', 'seed', 'batch_size', 'grad_accum_steps', 'min_lr_ratio',
-    'grad_clip', 'dtype'}
+    'grad_clip', 'eval_interval', 'eval_rows', 'dtype'}
 
 PRESETS = {
     'tiny': {},  # [choice] Config's masks, and no L1
@@ -440,14 +440,11 @@ class GPT2(nn.Module):
         return [block.attn.alpha for block in self.h]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0):
-        """idx (B, T) -> (B, T + max_new_tokens). temperature 0 takes the likeliest token; top_k
-        leaves only so many to choose from. As in nanoGPT, nothing is cached."""
+    def generate(self, idx, max_new_tokens, temperature=1.0):
+        """idx (B, T) -> (B, T + max_new_tokens). temperature 0 takes the likeliest token. As in
+        nanoGPT, nothing is cached."""
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size:], last=True)[:, -1].float()  # (B, V)
-            if top_k:
-                least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
-                logits[logits < least] = -math.inf
             if temperature > 1e-6:  # if it is smaller, softmax would overflow
                 token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)  # (B, 1)
             else:
@@ -462,14 +459,18 @@ def read_meta(name, *kinds):
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
              'that make one, also from your own files')
-    meta = {}
-    if (folder / 'meta.json').exists():
+    try:
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+    except (OSError, ValueError):  # there is none, or it was cut
+        meta = {}
     if meta.get('format') != 1:
         fail(f'{folder} is not by this version of prepare_data.py: move it away, and prepare the '
              'data again')
     if meta['kind'] not in kinds:
         fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
+    for file, size in meta.get('files', {}).items():  # in bytes
+        if not (folder / file).exists() or (folder / file).stat().st_size != size:
+            fail(f'{folder / file} was cut or changed since: prepare the data again')
     return folder, meta
 
 def load_data(c):
@@ -525,6 +526,37 @@ def make_student(teacher, c):
         p.requires_grad_(part in name)
     return model
 
+def known(settings):
+    """Their Config, without fields that you have removed since."""
+    return Config(**{name: x for name, x in settings.items() if hasattr(Config, name)})
+
+def load_pair(path, device='cpu'):
+    """A file -> teacher, student (None in a teacher's file) and all that is in the file."""
+    saved, student = load(path), None
+    try:
+        config = known(saved['config'])
+        teacher = GPT2(replace(config, masks=''))
+        teacher.load_state_dict(saved.get('teacher', saved['model']))  # it may be the model itself
+        if 'teacher' in saved:
+            student = GPT2(config).to(device).eval()
+            student.load_state_dict(saved['model'])
+    except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
+        fail(f'{path} is no GPT-2 of {SCRIPT}.py: {" ".join(str(error).split())[:200]}')
+    return teacher.to(device).eval(), student, saved
+
+def train_teacher(c):
+    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. What it
+    depends on names its run: settings, data and this file's text. So a command finds its teacher,
+    and an edited script trains another (or takes the old one's best.pt with --init)."""
+    print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
+    own = {name: getattr(c, name) for name in TEACHER}
+    given = {name: x for name, x in own.items() if x != getattr(Config, name)}
+    given.update(checksum=load_data(c).meta['checksum'], code=CODE)
+    own.update({name: getattr(c, name) for name in MACHINE})
+    own.update(masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
+               warmup_iters=c.teacher_warmup, folder='', resume=True)
+    return train_and_report(run_folder(Config(**own), 'teacher', given))
+
 def find_teacher(c, data):
     """The teacher of c's student: from its checkpoint, from --init or from a teacher's run, which
     is made or finished first."""
@@ -533,13 +565,14 @@ def find_teacher(c, data):
     elif c.init:
         file = c.init
     else:
-        file = train_teacher(c, data)['folder'] / 'best.pt'
+        file = train_teacher(c)['folder'] / 'best.pt'
     teacher, _, _ = load_pair(file)
-    wanted = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
-                  vocab_size=c.vocab_size or data.meta['vocab_size'])
-    for name, size in wanted.items():
+    sizes = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd)
+    asked = {name: size for name, size in sizes.items() if size != getattr(Config, name)}
+    asked['vocab_size'] = c.vocab_size or data.meta['vocab_size']
+    for name, size in asked.items():
         found = getattr(teacher.config, name)
-        if size not in (found, getattr(Config, name)):  # a default takes what the file has
+        if found != size:
             fail(f'{file} has {name} {found}, not {size}')
     if c.block_size > teacher.config.block_size:
         fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
@@ -564,7 +597,7 @@ def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
-    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])  # 1: NumPy drops a last 0
+    rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])
     drawn = rng.integers(c.samples or n, size=size)[micro_step]
     if c.samples:  # drawn are indices of samples, whose starts are always the same
         rng = np.random.default_rng([zlib.crc32(b'samples'), c.seed, 1])
@@ -646,7 +679,8 @@ def measure(model, teacher, batches):
         gradient += torch.stack([net.gradient for net in both])
         kl += (theirs.log_p.exp() * (theirs.log_p - ours.log_p)).sum()
         for P, Q in zip(theirs.maps, ours.maps):  # (B, nh, T, T)
-            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T): the record's order
+            # summed in this order, its digits are those of experiments/results.md
+            gap = (P - Q).transpose(1, 2).contiguous()  # (B, T, nh, T)
             squares += gap.square().sum()
             pairs += y.numel() * P.size(1) * (P.size(2) + 1) / 2  # j <= i
     metrics = dict(
@@ -675,11 +709,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
             loss = loss_of(net, teacher, batch, c) / c.grad_accum_steps
         scaler.scale(loss).backward()
         total += loss.detach()
-    if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
-        for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
-            dist.all_reduce(tensor)
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
     # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
     # error only when the scale is down to 1. In other dtypes it is always 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
@@ -704,28 +735,22 @@ def train(c, folder=None, data=None, teacher=None):
     net = torch.compile(model) if c.compile else model  # the same parameters
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+        step, seconds, log = resume_run(c, data.meta, model, optimizer, scaler)
     begun, before = step, seconds  # to tell the pace of this process
     role = f'student with {c.masks}' if teacher else 'teacher'
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f'model   {role}, {size:,} parameters to train, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
-        # the checkpoint comes first: a resumed run repeats the evaluation
-        if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
-            state = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
-            if teacher:  # a student needs no other file
-                state['teacher'] = teacher.state_dict()
-            save(folder, 'ckpt.pt', dict(
-                state, settings=asdict(c), code=zlib.crc32(CODE), scaler=scaler.state_dict(),
-                optimizer=optimizer.state_dict(), progress=(step, seconds, log, losses)))
+        due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
+        if due and (not log or log[-1]['step'] < step):  # a resumed run has evaluated its step
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
             model.eval()
             # in float32: in bfloat16 a student that equals its teacher has a KL of 3.7e-4
             row.update(evaluate(model, teacher, data, c, device))
-            if teacher and step == c.max_iters:
+            if teacher and step >= c.max_iters:
                 row.update(measure(model, teacher, validation(data, c, device)))
             model.train()
             if math.isnan(row['val_loss']):
@@ -733,19 +758,26 @@ def train(c, folder=None, data=None, teacher=None):
                                          '--learning-rate, or check any formula you edited')
             log.append(row)
             losses = []
+            weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
+                           code=CODE)
+            if teacher:  # a student needs no other file
+                weights['teacher'] = teacher.state_dict()
             if row['val_loss'] == min(past['val_loss'] for past in log):
-                save(folder, 'best.pt', state)
+                save(folder, 'best.pt', weights)
+            save(folder, 'ckpt.pt', dict(
+                weights, settings=asdict(c), optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(), progress=(step, seconds, log)))
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4f}', flush=True)
-        if step == c.max_iters:
+        if step >= c.max_iters:
             return model, log
 
         # one step; seed and step decide its batch, so a resumed run repeats it
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group['lr'] = get_lr(step, c, group['peak'])
-        batches = [get_batch(data, c, step, micro_step, device)  # this process's share
-                   for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
+        batches = [get_batch(data, c, step, micro_step, device)
+                   for micro_step in range(c.grad_accum_steps)]
         losses.append(train_step(net, teacher, batches, c, optimizer, scaler, autocast))
         seconds += time.perf_counter() - start
         step += 1
@@ -758,18 +790,19 @@ def train(c, folder=None, data=None, teacher=None):
 def report(c, model, log, folder, data):
     """Print the result and draw the run. A student and its teacher also write a text."""
     judged = 'KL' if c.masks else 'loss'  # a teacher has no masks
-    draw_curves(folder, log, {'training loss': 'loss',
-                              f'validation {judged} (nats per token)': 'val_loss'})
+    panels = {'training loss': 'loss', f'validation {judged} (nats per token)': 'val_loss'}
     if not c.masks:
-        guess = math.log(model.config.vocab_size)
-        return print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token '
-                     f'(a uniform guess: {guess:.3f})\n'
-                     f'files   {folder}, whose best.pt --init takes\n')
+        print(f'\nresult  validation loss {log[-1]["val_loss"]:.3f} nats per token '
+              f'(a uniform guess: {math.log(model.config.vocab_size):.3f})')
+        draw(draw_curves, folder / 'curves.png', log, panels)
+        print(f'files   {folder}, whose best.pt --init takes\n')
+        return
     teacher, _, _ = load_pair(folder / 'ckpt.pt', model.wte.weight.device)
     print_criteria(c, model, teacher, data, log[-1])
-    draw_layers(folder, log, len(model.h), c.masks)
+    draw(draw_curves, folder / 'curves.png', log, panels)
+    draw(draw_layers, folder / 'layers.png', log, len(model.h), c.masks)
     try:
-        print(write_on(replace(c, num_samples=1), teacher, model, data.meta['tokenizer']), '\n')
+        print(write_on(c, teacher, model, data.meta['tokenizer']), '\n')
     except (ImportError, OSError) as error:  # GPT-2's tokenizer needs tiktoken and, once, a network
         print(f'note    no sample: {error}')
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
@@ -782,7 +815,8 @@ def print_criteria(c, model, teacher, data, trained=None):
     batches = [*validation(data, c, teacher.wte.weight.device)]
     trained = trained or measure(model, teacher, batches)
     alone = measure(make_student(teacher, c).eval(), teacher, batches)
-    print(f'\n{"goal":20}{"masks alone":20}trained')
+    print(f'\ngoals   beside the teacher, whose accuracy counts as 1\n'
+          f'{"":20}{"masks alone":20}trained')
     for name, (sign, limit) in CRITERIA.items():
         row = f'{name:9}{sign} {limit:<8g}'
         for value in alone[name], trained[name]:
@@ -796,12 +830,9 @@ def print_criteria(c, model, teacher, data, trained=None):
           f'goals met, on {sum(len(x) for x, _ in batches)} validation sequences')
     return trained
 
-def draw_layers(folder, log, n_layer, masks):
+def draw_layers(path, log, n_layer, masks):
     """MA's figures: each mask's coefficient during training, a line for each layer."""
-    try:
-        from matplotlib import colormaps, figure
-    except ImportError:
-        return  # draw_curves has said so
+    from matplotlib import colormaps, figure
     kinds, steps = parse_masks(masks), [row['step'] for row in log]
     picture = figure.Figure(figsize=(5 * len(kinds), 4), layout='tight')
     for k, (kind, n) in enumerate(kinds, 1):
@@ -812,34 +843,30 @@ def draw_layers(folder, log, n_layer, masks):
                       color=colormaps['viridis'](layer / n_layer), label=f'layer {layer}')
         axis.grid(alpha=0.3)
     axis.legend()
-    picture.savefig(folder / 'layers.png')
+    picture.savefig(path)
 
 def write_on(c, teacher, student, tokenizer):
     """How the teacher and, if any, the student continue --prompt from the same seed, as text."""
     encode, decode = get_tokenizer(tokenizer)
-    prompt = c.prompt
-    if prompt.startswith('FILE:'):  # as in nanoGPT
-        prompt = Path(prompt.removeprefix('FILE:')).read_text('utf-8', 'replace')
-    idx = torch.tensor([encode(prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
+    idx = torch.tensor([encode(c.prompt or '\n')], device=teacher.wte.weight.device)  # (1, T)
     nets = {'teacher': teacher, 'student': student} if student else {'teacher': teacher}
     texts = []
     for name, net in nets.items():
         torch.manual_seed(c.seed)
-        for _ in range(c.num_samples):
-            out = net.generate(idx, c.new_tokens, c.temperature, c.top_k)[0].tolist()
-            texts.append(f'\n{name}: {decode(out)}')
+        out = net.generate(idx, c.new_tokens, c.temperature)[0].tolist()
+        texts.append(f'\n{name}: {decode(out)}')
     return '\n'.join(texts)
 
 def sample(c):
     """Let teacher and student continue --prompt -> the text."""
-    teacher, student, saved = open_run(c)
+    teacher, student, saved = load_run(c)
     text = write_on(c, teacher, student, saved['data']['tokenizer'])
     print(text)
     return text
 
 def criteria(c):
     """Judge a student by MA's goals, on --judge-rows validation sequences -> its figures."""
-    teacher, student, saved = open_run(c)
+    teacher, student, saved = load_run(c)
     if student is None:
         fail('that run is a teacher: name a student\'s --folder')
     c = replace(known(saved['settings']), eval_rows=c.judge_rows)  # that run's settings
@@ -847,20 +874,16 @@ def criteria(c):
     return print_criteria(c, student, teacher, load_data(c))
 
 # ------------------------------------ runs ------------------------------------
-# A run is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's
-# weights), log.csv and pictures. NAME is the command line, so a command finds its own run. With
-# --resume it continues the newest of NAME, NAME+2, ... Without, it uses the next free name.
+# This section is the same in all four scripts, but for load_run, train_and_report and main. A run
+# is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's weights),
+# log.csv and pictures. NAME is the command line. With --resume, a command continues its newest run:
+# NAME, NAME+2, ... Without, it takes the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if name == 'cuda':
-        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
-    try:
-        device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):
-        fail(f'--device {c.device}: PyTorch finds none here (names are cpu, cuda, cuda:1, mps)')
+    device = torch.empty(0, device=name).device  # with an index: cuda:0
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -874,7 +897,8 @@ def mixed_precision(device, dtype):
 
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
-    if folder and RANK == 0:
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()  # on a full disk torch.save raises no OSError
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
@@ -882,222 +906,148 @@ def save(folder, name, state):
 
 def load(path):
     """A checkpoint {model, config, data, ...}. With weights_only no code in it is run."""
-    if not Path(path).exists():
-        fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True)
         if {'model', 'config', 'data'} <= saved.keys():
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is damaged, or of another program: python prepare_data.py weights {path} '
-         'converts many kinds')
+    fail(f'{path} is missing, damaged, or of another program: python prepare_data.py lists the '
+         'commands that make or convert weights')
 
-def known(settings):
-    """Their Config, without fields that you have removed since."""
-    return Config(**{name: x for name, x in settings.items() if hasattr(Config, name)})
-
-def load_pair(path, device='cpu'):
-    """A file -> teacher, student (None in a teacher's file) and all that is in the file."""
-    saved, student = load(path), None
-    try:
-        config = known(saved['config'])
-        teacher = GPT2(replace(config, masks=''))
-        teacher.load_state_dict(saved.get('teacher', saved['model']))  # it may be the model itself
-        if 'teacher' in saved:
-            student = GPT2(config).to(device).eval()
-            student.load_state_dict(saved['model'])
-    except (KeyError, TypeError, RuntimeError) as error:
-        fail(f'{path} is no GPT-2 of {SCRIPT}.py: {" ".join(str(error).split())[:200]}')
-    return teacher.to(device).eval(), student, saved
-
-def open_run(c):
-    """load_pair of --folder or, without it, of the newest run. It takes the last weights: the best
-    ones were chosen on the text that criteria judges on."""
-    file = Path(c.folder, 'ckpt.pt')
-    if not c.folder:
-        files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
-        if not files:
-            fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-        file = max(files, key=os.path.getmtime)
+def load_run(c):
+    """load_pair of --folder, or of the newest run. It takes the last weights: the best ones were
+    chosen on the text that criteria judges on."""
+    files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
+    if c.folder:
+        files = [Path(c.folder, 'ckpt.pt')]
+    if not files:
+        fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
+    file = max(files, key=os.path.getmtime)
     print(f'run     {file.parent}')
-    return load_pair(file, pick_device(c)[0])
+    teacher, student, saved = load_pair(file, pick_device(c)[0])
+    if saved.get('code') != CODE:
+        print(f'note    {SCRIPT}.py has changed since that run was trained')
+    return teacher, student, saved
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses not yet in log."""
+    """Load the last checkpoint -> its progress: step, seconds, log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
-    # a field that you added since counts as its default; one that you removed is not compared
-    then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
-    now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
+    if saved.get('code') != CODE:
+        fail(f'{SCRIPT}.py has changed since {c.folder} began: start anew without --resume')
+    then = dict(saved['settings'], checksum=saved['data']['checksum'])
+    now = dict(asdict(c), checksum=meta['checksum'])  # of the data
     for name in sorted(now.keys() - MACHINE):
         if then[name] != now[name]:
-            fail(f'{c.folder} was trained with {name} {then[name]}, and now it is {now[name]}: '
-                 'leave out --resume, or move that folder away')
-    if saved['code'] != zlib.crc32(CODE):
-        print(f'note    {SCRIPT}.py was edited since this run began')
+            fail(f'{c.folder} began with {name} {then[name]}, and now it is {now[name]}: '
+                 'start anew without --resume')
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
-    if saved['scaler']:  # it was trained in float16
-        scaler.load_state_dict(saved['scaler'])
+    scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
 def write_log(folder, log):
     """Write all rows of metrics to the table folder/log.csv."""
-    if folder and RANK == 0:
+    if folder:
         with open(folder / 'log.csv', 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+            writer = csv.DictWriter(file, log[-1].keys())  # the last row has the most metrics
             writer.writeheader()
             writer.writerows(log)
 
-def draw_curves(folder, log, panels):
-    """Draw metrics over the steps into folder/curves.png. panels: {title: metric}."""
+def draw(picture, path, *what):
+    """Make a picture. Whatever goes wrong, from fonts to a full disk, does not end the run."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print('note    no curves.png: pictures need `pip install matplotlib`')
+        picture(path, *what)
+    except Exception as error:
+        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
+
+def draw_curves(path, log, panels):
+    """Metrics over the steps. panels: {title: metric}."""
+    from matplotlib.figure import Figure
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
         rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
-    figure.savefig(folder / 'curves.png')
+    figure.savefig(path)
 
-def run_name(preset, given):
-    """The name of a run, from its preset and the flags that were typed, as {field: value}."""
+def run_folder(c, preset, given):
+    """c with the folder of its run, and with resume only if there is a run to continue. `given` are
+    the flags that were typed, {field: value}."""
+    if c.folder:
+        fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
-    if name == words and len(name) <= 80:
-        return name
-    return f'{name[:70]}-{zlib.crc32(words.encode()):08x}'  # other commands have other names
-
-def find_folder(c, name):
-    """c with the folder of its run, and with resume only if there is something to continue."""
+    if name != words or len(name) > 80:  # other commands have other names
+        name = f'{name[:70]}-{zlib.crc32(words.encode()):08x}'
     root = Path(c.out_dir, SCRIPT)
-    runs = [Path(c.folder)] if c.folder else [root / name, *root.glob(f'{name}+*')]
-    runs = [run for run in runs if (run / 'ckpt.pt').exists()]
+    runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
-        newest = max(runs, key=lambda run: os.path.getmtime(run / 'ckpt.pt'))
-        return replace(c, folder=str(newest))
-    if c.folder:
-        fail(f'--folder {c.folder}: training takes it only with --resume, for a run that is there')
+        return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
     folder, n = root / name, 1
     while folder.exists():
         n += 1
         folder = root / f'{name}+{n}'
     return replace(c, folder=str(folder), resume=False)
 
-def train_and_report(c, data=None):
-    """Train in c.folder -> the last metrics, log and folder."""
-    data, folder = data or load_data(c), Path(c.folder)
+def train_and_report(c):
+    """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
+    data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
-    if RANK == 0:
-        folder.mkdir(parents=True, exist_ok=c.resume)  # an error if another run just made it
-    try:
-        model, log = train(c, folder, data)
-    except BaseException as error:
-        stopped, kept = isinstance(error, KeyboardInterrupt), 0
-        if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
-            kept = load(folder / 'ckpt.pt')['progress'][0]  # steps
-        if RANK == 0 and kept == 0 and not c.resume:
-            shutil.rmtree(folder)
-        if stopped and kept:
-            raise KeyboardInterrupt(f'; --resume continues this command from step {kept}')
-        raise
-    if RANK == 0:
-        report(c, model.eval(), log, folder, data)
+    if 0 < c.max_iters < c.warmup_iters:
+        print('note    warmup is longer than training: the rate will not reach its peak')
+    model, log = train(c, folder, data)
+    report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
-
-def meet():
-    """Wait until all processes of this command are here."""
-    if WORLD > 1:
-        dist.barrier()
-
-def train_teacher(c, data=None):
-    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. The
-    settings in TEACHER name its run, so every command that needs this teacher finds it."""
-    data = data or load_data(c)
-    print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
-    settings = {key: getattr(c, key) for key in TEACHER}
-    changed = {key: x for key, x in settings.items() if x != getattr(Config, key)}
-    name = run_name('teacher', dict(changed, checksum=data.meta['checksum']))
-    settings.update({key: getattr(c, key) for key in MACHINE | {'eval_interval', 'eval_rows'}})
-    settings.update(masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
-                    warmup_iters=c.teacher_warmup, folder='', resume=True)
-    lock = Path(c.out_dir, SCRIPT, f'{name}.lock')
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock, 'w') as file:
-        if fcntl and RANK == 0:
-            fcntl.flock(file, fcntl.LOCK_EX)  # wait while another command trains this teacher
-        meet()
-        own = find_folder(Config(**settings), name)
-        if own.resume:  # it keeps its own two settings, or resume_run would refuse others
-            then = load(Path(own.folder, 'ckpt.pt'))['settings']
-            own = replace(own, eval_interval=then['eval_interval'], eval_rows=then['eval_rows'])
-        meet()  # all have found the folder, before the first process makes it
-        result = train_and_report(own, data)
-        meet()  # the first process has written best.pt
-    return result
 
 def parse(argv):
     """argv -> action, and its Config: flags override the preset."""
-    action, words = 'train', list(argv)
-    if words and words[0] in ACTIONS:
-        action = words.pop(0)
+    words = [*argv]
+    action = words.pop(0) if words and words[0] in ACTIONS else 'train'
     p = argparse.ArgumentParser(
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        usage=f'%(prog)s [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    if '-h' in words or '--help' in words:  # the source of Config, down to its first method
-        p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
-            f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
+    p.description = inspect.getsource(Config).partition('    def ')[0]  # fields and their comments
     p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
     for f in fields(Config):
-        kind = dict(type=f.type, choices=CHOICES.get(f.name))
+        options = get_args(f.type)  # of Literal['a', 'b'] and of float | None
+        kind = dict(type=options[0] if options else f.type, choices=CHOICES.get(f.name))
         if get_origin(f.type) is Literal:
-            kind = dict(type=type(get_args(f.type)[0]), choices=get_args(f.type))
+            kind = dict(type=type(options[0]), choices=options)
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --out_dir, too
-        p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
+        known = None if f.name in CHOICES else argparse.SUPPRESS  # Config's source shows the rest
+        p.add_argument('--' + f.name.replace('_', '-'), help=known, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
     c = Config(**{**PRESETS[preset], **given})
-    if action == 'train':
-        c = find_folder(c, run_name(preset, given))
-    return action, c
+    return action, run_folder(c, preset, given) if action == 'train' else c
 
-def main(argv=None):
+def main(argv=()):
     """Do what the command line says -> what the action returns."""
-    if argv is None:  # in a notebook, sys.argv is the kernel's
-        argv = [] if 'kernel_launcher' in sys.argv[0] else sys.argv[1:]
-    if hasattr(sys.stdout, 'reconfigure'):  # for consoles that cannot show every character
-        sys.stdout.reconfigure(errors='replace')
-    action, c = parse(argv)
-    if c.threads:
-        torch.set_num_threads(c.threads)
-    if WORLD > 1:
-        if c.grad_accum_steps % WORLD:
-            fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
-        dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
-    if RANK:
-        sys.stdout = open(os.devnull, 'w')  # only the first process prints
+    torch.set_default_dtype(torch.float32)  # in a notebook, others may have changed these two
+    torch.set_default_device(None)
     try:
+        action, c = parse(argv)
+        if c.threads:
+            torch.set_num_threads(c.threads)
         return ACTIONS[action](c)
-    except KeyboardInterrupt as error:  # it may say how to continue
-        print(f'\nstopped{error}')
+    except KeyboardInterrupt:
+        print('\nstopped; the same command with --resume continues from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
-    finally:
-        if WORLD > 1:
-            dist.destroy_process_group()
 
 ACTIONS = {'train': train_and_report, 'teacher': train_teacher, 'sample': sample,
            'criteria': criteria}
 
-if __name__ == '__main__' and '__file__' in globals():  # in a notebook's cell: only define things
-    main()
+if __name__ == '__main__':
+    if sys.stdout:  # a console may lack a character
+        sys.stdout.reconfigure(errors='replace')
+    main(sys.argv[1:])
