@@ -41,6 +41,7 @@ positions), not from the values; there is a ridge term; x >= 0; tokens are centr
 x^5. --preset paper has OA's own problem. For a problem of your own see ATTENTION.
 """
 import argparse
+import atexit
 import csv
 import functools
 import inspect
@@ -49,7 +50,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import zlib
@@ -66,9 +66,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 
-SCRIPT, CODE = 'admm_detr', b''
-if '__file__' in globals():  # it is missing where the script was pasted into a notebook
-    SCRIPT, CODE = Path(__file__).stem, Path(__file__).read_bytes()
+SCRIPT = Path(__file__).stem
+CODE = zlib.crc32(Path(__file__).read_bytes())  # another number if one letter of this file changes
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
     WORLD, RANK = int(os.environ['WORLD_SIZE']), int(os.environ['RANK'])
@@ -273,8 +272,8 @@ ATTENTION = {
 # ------------------------------------ configuration ------------------------------------
 @dataclass
 class Config:
-    """Every field is a flag: --enc-layers 3, --out-proj, --no-out-proj. --help prints this.
-    A field of yours is an int, float, str, bool or Literal; `= None` means not set."""
+    """Every field is a flag: --enc-layers 3, --mix-random, --no-mix-random. --help prints this.
+    A field of yours is an int, float, str, bool, Literal or, if it may be unset, float | None."""
     # the paper's method: attention in the decoder. A default unlike OA's is a [deviation]
     self_attention: str = 'softmax'  # of its queries to each other: a row of ATTENTION
     cross_attention: str = 'admm'    # of its queries to the image
@@ -339,10 +338,14 @@ class Config:
     def __post_init__(self):
         if self.hidden_dim % self.nheads or self.hidden_dim % 4:  # sine_positions has four parts
             fail(f'--hidden-dim {self.hidden_dim} must be a multiple of 4 and of --nheads')
+        if min(self.max_iters, self.seed) < 0 or self.batch_size < 1:
+            fail('--max-iters and --seed are 0 or more, --batch-size 1 or more')
+        if not 0 <= self.dropout < 1:
+            fail(f'--dropout {self.dropout} must be at least 0, and less than 1')
 
 CHOICES = {  # flags whose values are the rows of a table
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'penalty': PENALTY}
-MACHINE = {  # settings that may differ when a run is resumed
+MACHINE = {  # settings that do not tell runs apart
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'images',
     'threshold'}
 
@@ -718,14 +721,18 @@ def read_meta(name, *kinds):
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
              'that make one, also from your own files')
-    meta = {}
-    if (folder / 'meta.json').exists():
+    try:
         meta = json.loads((folder / 'meta.json').read_text('utf-8'))
+    except (OSError, ValueError):  # there is none, or it was cut
+        meta = {}
     if meta.get('format') != 1:
         fail(f'{folder} is not by this version of prepare_data.py: move it away, and prepare the '
              'data again')
     if meta['kind'] not in kinds:
         fail(f'{folder} holds {meta["kind"]}, and {SCRIPT}.py reads {" or ".join(kinds)}')
+    for file, size in meta.get('files', {}).items():  # in bytes
+        if not (folder / file).exists() or (folder / file).stat().st_size != size:
+            fail(f'{folder / file} was cut or changed since: prepare the data again')
     return folder, meta
 
 def load_data(c):
@@ -939,9 +946,26 @@ def coco_ap(ground_truth, detections):
 def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = DETR(c, len(meta['classes']))
-    if c.init and not c.resume:
+    if c.init and not c.resume:  # a run that goes on has weights of its own
         load_weights(model, c.init)
     return model
+
+def load_weights(model, path):
+    """Load a checkpoint into a model, or a backbone alone. Projections of attention, classes and
+    queries are left out where they do not fit; all else in the file must fit."""
+    saved, own, nheads = load(path), model.state_dict(), model.config.nheads
+    if saved['config'].get('nheads', nheads) != nheads:  # which no shape shows
+        fail(f'--init {path} has --nheads {saved["config"]["nheads"]}')
+    fits = {name: p for name, p in saved['model'].items()
+            if name in own and p.shape == own[name].shape}
+    wrong = [name for name in saved['model'] if name not in fits
+             and not re.search(r'attn\.(in|out)_proj|^(class|query)_embed', name)]
+    if wrong:
+        fail(f'--init {path} does not fit: {", ".join(wrong[:5])}')
+    model.load_state_dict(fits, strict=False)
+    # of transformer.decoder.layers.0.linear1.weight only the part before .layers is said
+    missing = {name.partition('.layers')[0] for name in own if name not in fits}
+    print(f'init    {path}; not in it, or of another size: {", ".join(sorted(missing)) or "none"}')
 
 def make_optimizer(model, c):
     """AdamW on everything, as in DETR; the backbone has its own rate."""
@@ -983,7 +1007,7 @@ def get_batch(data, c, step, micro_step, device):
     return load_batch(data.train, rows, device)
 
 def loss_of(net, batch, c):
-    """The loss of a micro-batch."""
+    """The loss of a micro-batch. train_step is the same in all scripts."""
     images, mask, targets = batch
     return set_loss(net(images, mask), targets, c)['loss']
 
@@ -1025,10 +1049,12 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
         scaler.scale(loss).backward()
         total += loss.detach()
     if WORLD > 1:  # sum over the processes, each of which had its own micro-batches
-        for tensor in [total, *(p.grad for p in net.parameters() if p.grad is not None)]:
-            dist.all_reduce(tensor)
+        dist.all_reduce(total)
+        for p in net.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
     # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
     # error only when the scale is down to 1. In other dtypes it is always 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
@@ -1053,7 +1079,7 @@ def train(c, folder=None, data=None):
     net = torch.compile(model) if c.compile else model  # the same parameters
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
-        step, seconds, log, losses = resume_run(c, data.meta, model, optimizer, scaler)
+        step, seconds, log = resume_run(c, data.meta, model, optimizer, scaler)
     begun, before = step, seconds  # to tell the pace of this process
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f'model   self-attention {c.self_attention}, cross-attention {c.cross_attention}, '
@@ -1064,14 +1090,10 @@ def train(c, folder=None, data=None):
     def make_batches(step):  # this process's share
         return [get_batch(data, c, step, micro_step, device)
                 for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
-    coming = POOL.submit(make_batches, step)  # a thread makes them while the model trains
+    thread, coming = ThreadPoolExecutor(1), None
     while True:
-        # the checkpoint comes first: a resumed run repeats the evaluation
-        if step == c.max_iters or (c.eval_interval and step % c.eval_interval == 0):
-            weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta)
-            save(folder, 'ckpt.pt', dict(
-                weights, settings=asdict(c), code=zlib.crc32(CODE), scaler=scaler.state_dict(),
-                optimizer=optimizer.state_dict(), progress=(step, seconds, log, losses)))
+        due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
+        if due and (not log or log[-1]['step'] < step):  # a resumed run has evaluated its step
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
@@ -1084,12 +1106,17 @@ def train(c, folder=None, data=None):
                                          '--learning-rate, or check any formula you edited')
             log.append(row)
             losses = []
+            weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
+                           code=CODE)
             if row['AP'] == max(past['AP'] for past in log):
                 save(folder, 'best.pt', weights)
+            save(folder, 'ckpt.pt', dict(
+                weights, settings=asdict(c), optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(), progress=(step, seconds, log)))
             write_log(folder, log)
             print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.3f}, '
                   f'AP {row["AP"]:.3f}, AP50 {row["AP50"]:.3f}', flush=True)
-        if step == c.max_iters:
+        if step >= c.max_iters:
             return model, log
 
         # one step; seed and step decide batch and dropout, so a resumed run repeats them
@@ -1097,8 +1124,9 @@ def train(c, folder=None, data=None):
         torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = group['ratio'] * get_lr(step, c)
-        batches = coming.result()
-        coming = POOL.submit(make_batches, step + 1)
+        batches = coming.result() if coming else make_batches(step)
+        if step + 1 < c.max_iters:  # the thread makes the next ones while the model trains
+            coming = thread.submit(make_batches, step + 1)
         losses.append(train_step(net, batches, c, optimizer, scaler, autocast))
         seconds += time.perf_counter() - start
         step += 1
@@ -1131,11 +1159,8 @@ def find(model, image, target, threshold):
 def draw_found(path, examples, answers, classes):
     """Draw what is found in images; below, where each one's highest-scoring query looks.
     examples: [(image, target), ...]; answers: what `find` returns for each."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-    except ImportError:
-        return print(f'note    no {path.name}: pictures need `pip install matplotlib`')
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
     figure = Figure(figsize=(4 * len(examples), 8), layout='tight')
     axes = figure.subplots(2, len(examples), squeeze=False)
     axes[1, 0].set_title('where the highest-scoring query looks')
@@ -1171,12 +1196,13 @@ def report(c, model, log, folder, data):
     print(f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f} on {len(data.val)} images '
           f'(with the objects of another image as the answer: {guess["AP"]:.3f}, '
           f'{guess["AP50"]:.3f})')
-    draw_curves(folder, log, {'training loss': 'loss', 'validation loss': 'val_loss',
-                              'wrong classes (%)': 'class_error', 'AP': 'AP', 'AP50': 'AP50'})
+    draw(draw_curves, folder / 'curves.png', log, {
+        'training loss': 'loss', 'validation loss': 'val_loss',
+        'wrong classes (%)': 'class_error', 'AP': 'AP', 'AP50': 'AP50'})
     model.load_state_dict(load(folder / 'best.pt')['model'])
     examples = [data.val.example(row) for row in range(min(len(data.val), 4))]
     answers = [find(model, *example, c.threshold) for example in examples]
-    draw_found(folder / 'detections.png', examples, answers, data.meta['classes'])
+    draw(draw_found, folder / 'detections.png', examples, answers, data.meta['classes'])
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
           f'next    python {SCRIPT}.py detect --folder "{folder}" --images PHOTO ...')
 
@@ -1205,25 +1231,22 @@ def detect(c):
             name, box = meta['classes'][one['category_id']], one['bbox']
             print(f'  {one["score"]:.2f}  {name:20}', *(f'{x:7.0f}' for x in box))
         file = re.sub(r'[^\w.-]+', '_', path)[-100:].lstrip('._') + '.png'  # a/b.jpg: a_b.jpg.png
-        draw_found(folder / file, [(image, target)], [(answers[path], seen)], meta['classes'])
+        draw(draw_found, folder / file, [(image, target)], [(answers[path], seen)],
+             meta['classes'])
     print(f'files   {folder}: what was found, drawn')
     return answers
 
 # ------------------------------------ runs ------------------------------------
-# A run is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's
-# weights), log.csv and pictures. NAME is the command line, so a command finds its own run. With
-# --resume it continues the newest of NAME, NAME+2, ... Without, it uses the next free name.
+# This section is the same in all four scripts, but for load_run, train_and_report and main. A run
+# is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's weights),
+# log.csv and pictures. NAME is the command line. With --resume, a command continues its newest run:
+# NAME, NAME+2, ... Without, it takes the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if name == 'cuda':
-        name = f'cuda:{os.environ["LOCAL_RANK"] if WORLD > 1 else 0}'
-    try:
-        device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):
-        fail(f'--device {c.device}: PyTorch finds none here (names are cpu, cuda, cuda:1, mps)')
+    device = torch.empty(0, device=name).device  # with an index: cuda:0
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -1237,7 +1260,8 @@ def mixed_precision(device, dtype):
 
 def save(folder, name, state):
     """Write a checkpoint. If writing fails or is killed, the old one is still there."""
-    if folder and RANK == 0:
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()  # on a full disk torch.save raises no OSError
         torch.save(state, buffer)
         (folder / f'{name}.part').write_bytes(buffer.getbuffer())
@@ -1245,194 +1269,162 @@ def save(folder, name, state):
 
 def load(path):
     """A checkpoint {model, config, data, ...}. With weights_only no code in it is run."""
-    if not Path(path).exists():
-        fail(f'there is no {path}; python prepare_data.py lists the commands that make weights')
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True)
         if {'model', 'config', 'data'} <= saved.keys():
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is damaged, or of another program: python prepare_data.py weights {path} '
-         'converts many kinds')
-
-def load_weights(model, path):
-    """Load a checkpoint into a model, or a backbone alone. Projections of attention, classes and
-    queries are left out where they do not fit; all else in the file must fit."""
-    saved, own, nheads = load(path), model.state_dict(), model.config.nheads
-    if saved['config'].get('nheads', nheads) != nheads:  # which no shape shows
-        fail(f'--init {path} has --nheads {saved["config"]["nheads"]}')
-    fits = {name: p for name, p in saved['model'].items()
-            if name in own and p.shape == own[name].shape}
-    wrong = [name for name in saved['model'] if name not in fits
-             and not re.search(r'attn\.(in|out)_proj|^(class|query)_embed', name)]
-    if wrong:
-        fail(f'--init {path} does not fit: {", ".join(wrong[:5])}')
-    model.load_state_dict(fits, strict=False)
-    # of transformer.decoder.layers.0.linear1.weight only the part before .layers is said
-    missing = {name.partition('.layers')[0] for name in own if name not in fits}
-    print(f'init    {path}; not in it, or of another size: {", ".join(sorted(missing)) or "none"}')
+    fail(f'{path} is missing, damaged, or of another program: python prepare_data.py lists the '
+         'commands that make or convert weights')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
-    file = Path(c.folder, 'best.pt')
-    if not c.folder:
-        files = [*Path(c.out_dir, SCRIPT).glob('*/best.pt')]
-        if not files:
-            fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-        file = max(files, key=lambda file: os.path.getmtime(file.with_name('ckpt.pt')))
+    files = [*Path(c.out_dir, SCRIPT).glob('*/best.pt')]
+    if c.folder:
+        files = [Path(c.folder, 'best.pt')]
+    if not files:
+        fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
+    file = max(files, key=os.path.getmtime)
     saved = load(file)
     print(f'run     {file.parent}')
+    if saved.get('code') != CODE:
+        print(f'note    {SCRIPT}.py has changed since that run was trained')
     try:
         model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
-    except (KeyError, TypeError) as error:  # a row or a field was removed since
-        fail(f'that run has settings that {SCRIPT}.py no longer knows: {error}')
-    model.load_state_dict(saved['model'])
+        model.load_state_dict(saved['model'])
+    except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
+        fail(f'{file} is of another script, or {SCRIPT}.py has changed too much: '
+             f'{" ".join(str(error).split())[:200]}')
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
-    """Load the last checkpoint -> its progress: step, seconds, log, losses not yet in log."""
+    """Load the last checkpoint -> its progress: step, seconds, log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
-    # a field that you added since counts as its default; one that you removed is not compared
-    then = {**asdict(Config()), **saved['settings'], 'checksum': saved['data']['checksum']}
-    now = {**asdict(c), 'checksum': meta['checksum']}  # of the data
+    if saved.get('code') != CODE:
+        fail(f'{SCRIPT}.py has changed since {c.folder} began: start anew without --resume')
+    then = dict(saved['settings'], checksum=saved['data']['checksum'])
+    now = dict(asdict(c), checksum=meta['checksum'])  # of the data
     for name in sorted(now.keys() - MACHINE):
         if then[name] != now[name]:
-            fail(f'{c.folder} was trained with {name} {then[name]}, and now it is {now[name]}: '
-                 'leave out --resume, or move that folder away')
-    if saved['code'] != zlib.crc32(CODE):
-        print(f'note    {SCRIPT}.py was edited since this run began')
+            fail(f'{c.folder} began with {name} {then[name]}, and now it is {now[name]}: '
+                 'start anew without --resume')
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
-    if saved['scaler']:  # it was trained in float16
-        scaler.load_state_dict(saved['scaler'])
+    scaler.load_state_dict(saved['scaler'])
     return saved['progress']
 
 def write_log(folder, log):
     """Write all rows of metrics to the table folder/log.csv."""
-    if folder and RANK == 0:
+    if folder:
         with open(folder / 'log.csv', 'w', newline='') as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in log for name in row))
+            writer = csv.DictWriter(file, log[-1].keys())  # the last row has the most metrics
             writer.writeheader()
             writer.writerows(log)
 
-def draw_curves(folder, log, panels):
-    """Draw metrics over the steps into folder/curves.png. panels: {title: metric}."""
+def draw(picture, path, *what):
+    """Make a picture. Whatever goes wrong, from fonts to a full disk, does not end the run."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print('note    no curves.png: pictures need `pip install matplotlib`')
+        picture(path, *what)
+    except Exception as error:
+        print(f'note    no {path.name}: {error} (pictures need `pip install matplotlib`)')
+
+def draw_curves(path, log, panels):
+    """Metrics over the steps. panels: {title: metric}."""
+    from matplotlib.figure import Figure
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
         rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
-    figure.savefig(folder / 'curves.png')
+    figure.savefig(path)
 
-def run_name(preset, given):
-    """The name of a run, from its preset and the flags that were typed, as {field: value}."""
+def run_folder(c, preset, given):
+    """c with the folder of its run, and with resume only if there is a run to continue. `given` are
+    the flags that were typed, {field: value}."""
+    if c.folder:
+        fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
-    if name == words and len(name) <= 80:
-        return name
-    return f'{name[:70]}-{zlib.crc32(words.encode()):08x}'  # other commands have other names
-
-def find_folder(c, name):
-    """c with the folder of its run, and with resume only if there is something to continue."""
+    if name != words or len(name) > 80:  # other commands have other names
+        name = f'{name[:70]}-{zlib.crc32(words.encode()):08x}'
     root = Path(c.out_dir, SCRIPT)
-    runs = [Path(c.folder)] if c.folder else [root / name, *root.glob(f'{name}+*')]
-    runs = [run for run in runs if (run / 'ckpt.pt').exists()]
+    runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
-        newest = max(runs, key=lambda run: os.path.getmtime(run / 'ckpt.pt'))
-        return replace(c, folder=str(newest))
-    if c.folder:
-        fail(f'--folder {c.folder}: training takes it only with --resume, for a run that is there')
+        return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
     folder, n = root / name, 1
     while folder.exists():
         n += 1
         folder = root / f'{name}+{n}'
     return replace(c, folder=str(folder), resume=False)
 
-def train_and_report(c, data=None):
-    """Train in c.folder -> the last metrics, log and folder."""
-    data, folder = data or load_data(c), Path(c.folder)
+def train_and_report(c):
+    """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
+    data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
-    if RANK == 0:
-        folder.mkdir(parents=True, exist_ok=c.resume)  # an error if another run just made it
-    try:
-        model, log = train(c, folder, data)
-    except BaseException as error:
-        stopped, kept = isinstance(error, KeyboardInterrupt), 0
-        if (folder / 'ckpt.pt').exists() and (stopped or not c.resume):
-            kept = load(folder / 'ckpt.pt')['progress'][0]  # steps
-        if RANK == 0 and kept == 0 and not c.resume:
-            shutil.rmtree(folder)
-        if stopped and kept:
-            raise KeyboardInterrupt(f'; --resume continues this command from step {kept}')
-        raise
+    if 0 < c.max_iters < c.warmup_iters:
+        print('note    --max-iters is below --warmup-iters: the rate will not reach its peak')
+    model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
 
 def parse(argv):
     """argv -> action, and its Config: flags override the preset."""
-    action, words = 'train', list(argv)
-    if words and words[0] in ACTIONS:
-        action = words.pop(0)
+    words = [*argv]
+    action = words.pop(0) if words and words[0] in ACTIONS else 'train'
     p = argparse.ArgumentParser(
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        usage=f'{SCRIPT}.py [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
+        usage=f'%(prog)s [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    if '-h' in words or '--help' in words:  # the source of Config, down to its first method
-        p.description = inspect.getsource(Config).partition('    def ')[0] + '\n'.join(
-            f'    {flag} is one of: {", ".join(table)}' for flag, table in CHOICES.items())
+    p.description = inspect.getsource(Config).partition('    def ')[0]  # fields and their comments
     p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
     for f in fields(Config):
-        kind = dict(type=f.type, choices=CHOICES.get(f.name))
+        options = get_args(f.type)  # of Literal['a', 'b'] and of float | None
+        kind = dict(type=options[0] if options else f.type, choices=CHOICES.get(f.name))
         if get_origin(f.type) is Literal:
-            kind = dict(type=type(get_args(f.type)[0]), choices=get_args(f.type))
+            kind = dict(type=type(options[0]), choices=options)
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:
             kind = dict(nargs='+')
-        names = dict.fromkeys(['--' + f.name.replace('_', '-'), '--' + f.name])  # --out_dir, too
-        p.add_argument(*names, dest=f.name, help=argparse.SUPPRESS, **kind)
+        known = None if f.name in CHOICES else argparse.SUPPRESS  # Config's source shows the rest
+        p.add_argument('--' + f.name.replace('_', '-'), help=known, **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
     c = Config(**{**PRESETS[preset], **given})
-    if action == 'train':
-        c = find_folder(c, run_name(preset, given))
-    return action, c
+    return action, run_folder(c, preset, given) if action == 'train' else c
 
-def main(argv=None):
+def main(argv=()):
     """Do what the command line says -> what the action returns."""
-    if argv is None:  # in a notebook, sys.argv is the kernel's
-        argv = [] if 'kernel_launcher' in sys.argv[0] else sys.argv[1:]
-    if hasattr(sys.stdout, 'reconfigure'):  # for consoles that cannot show every character
-        sys.stdout.reconfigure(errors='replace')
-    action, c = parse(argv)
-    if c.threads:
-        torch.set_num_threads(c.threads)
-    if WORLD > 1:
+    torch.set_default_dtype(torch.float32)  # in a notebook, others may have changed these two
+    torch.set_default_device(None)
+    try:
+        action, c = parse(argv)
+        if c.threads:
+            torch.set_num_threads(c.threads)
         if c.grad_accum_steps % WORLD:
             fail(f'{WORLD} processes cannot share --grad-accum-steps {c.grad_accum_steps} evenly')
-        dist.init_process_group('nccl' if pick_device(c)[0].type == 'cuda' else 'gloo')
-    if RANK:
-        sys.stdout = open(os.devnull, 'w')  # only the first process prints
-    try:
+        if WORLD > 1:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ['LOCAL_RANK']))  # pick_device takes it
+            dist.init_process_group()  # gloo for CPUs, nccl for GPUs
+            atexit.register(dist.destroy_process_group)
+        if RANK:
+            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
-    except KeyboardInterrupt as error:  # it may say how to continue
-        print(f'\nstopped{error}')
+    except KeyboardInterrupt:
+        print('\nstopped; the same command with --resume continues from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
-    finally:
-        if WORLD > 1:
-            dist.destroy_process_group()
 
 ACTIONS = {'train': train_and_report, 'detect': detect}
 
-if __name__ == '__main__' and '__file__' in globals():  # in a notebook's cell: only define things
-    main()
+if __name__ == '__main__':
+    if sys.stdout:  # a console may lack a character
+        sys.stdout.reconfigure(errors='replace')
+    main(sys.argv[1:])
