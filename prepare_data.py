@@ -33,6 +33,8 @@ stopped. Nothing foreign is run, unpickled or changed.
 """
 import argparse
 import contextlib
+import difflib
+import filecmp
 import glob
 import hashlib
 import io
@@ -59,28 +61,41 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path('data')
-FAULTS = {}  # of what is being prepared: {kind: messages}
+FAULTS = []  # of what is being prepared: (kind, message, what --skip-faults leaves out)
 
 def fail(message):
     """Stop with one line on stderr, and exit code 2."""
     print('prepare_data: error:', *str(message).split(), file=sys.stderr)
     raise SystemExit(2)
 
-def fault(kind, message):
+def fault(kind, message, of=None):
     """Keep what is wrong, and go on: one run finds all faults."""
-    FAULTS.setdefault(kind, []).append(' '.join(message.split()))
+    FAULTS.append((kind, ' '.join(message.split()), of))
 
 def stop_at_faults(path):
     """End here if there were any. Of each kind three are shown, and twenty in all."""
-    total = sum(map(len, FAULTS.values()))
-    if total == 1:
-        fail(*FAULTS.popitem()[1])
-    shown = [message for messages in FAULTS.values() for message in messages[:3]]
-    for message in shown[:20]:
+    kinds = defaultdict(list)
+    for kind, message, _ in FAULTS:
+        kinds[kind].append(message)
+    hint = '; --skip-faults leaves such photos out' * any(of for *_, of in FAULTS)
+    if len(FAULTS) == 1:
+        fail(message + hint)
+    for message in [message for found in kinds.values() for message in found[:3]][:20]:
         print('fault   ' + message)
-    if total:
-        kinds = ', '.join(f'{len(messages):,} {kind}' for kind, messages in FAULTS.items())
-        fail(f'{path}: faults: {total:,} ({kinds}); nothing was made')
+    if FAULTS:
+        counts = ', '.join(f'{len(found):,} {kind}' for kind, found in kinds.items())
+        fail(f'{path}: faults: {len(FAULTS):,} ({counts}); nothing was made' + hint)
+
+def skip_faults(splits):
+    """Leave out photos that have faults -> the other photos of each split."""
+    wrong = {id(of) for *_, of in FAULTS if of}
+    for _, message, of in FAULTS:
+        if of:
+            print('fault   ' + message)
+    FAULTS[:] = [found for found in FAULTS if not found[2]]
+    left = [[photo for photo in part if id(photo) not in wrong] for part in splits]
+    note(f'{sum(map(len, splits)) - sum(map(len, left)):,} photos are left out for their faults')
+    return left
 
 def note(message):
     """Say what became of the data, or what is left out."""
@@ -110,16 +125,20 @@ def main(argv=None):
             stream.reconfigure(errors='replace')  # for consoles that cannot show every character
     FAULTS.clear()
     args = parse(argv)
-    if not args.what:
+    try:
+        if args.what:
+            return prepare(args)
         print('usage: python prepare_data.py NAME, or KIND PATH for what you have (--help)\n')
         for name, (_, _, about, *_) in {**DATASETS, **OWN}.items():
             print(f'{name:16}{about}')
+        print(end='', flush=True)
         return {}
-    try:
-        return prepare(args)
     except KeyboardInterrupt:
         print('interrupted; run the same command again to continue', file=sys.stderr)
         raise SystemExit(130)
+    except BrokenPipeError:  # of `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(1)
     except OSError as error:  # no permission, disk full
         fail(f'{error.filename or args.what}: {error.strerror or error}')
     except ImportError as error:
@@ -135,6 +154,8 @@ def parse(argv):
     add('path', metavar='PATH', nargs='?', type=Path, help=f'only after {", ".join(OWN)}')
     add('--name', help="of the result, if not its source's")
     add('--tokenizer', choices=VOCAB_SIZE, help='of texts; default: bytes, or gpt2 for large ones')
+    add('--encoding', help='of a text that is not in UTF-8, such as latin-1')
+    add('--skip-faults', action='store_true', help='leave out photos that have faults')
     add('--heads', type=int, help='of weights that do not say how many their attention has')
     add('--parts', type=int, default=1, help='of coco, openwebtext')
     add('--from', dest='local', type=Path, help='file or folder to use instead of downloads')
@@ -142,9 +163,11 @@ def parse(argv):
     args = p.parse_intermixed_args(argv)
     what, path = args.what, args.path
     if what not in (None, *DATASETS, *OWN):
-        kind = 'photos' if os.path.isdir(what) else 'text'
+        kind, known = 'photos' if os.path.isdir(what) else 'text', [*DATASETS, *OWN]
+        like = difflib.get_close_matches(what, known)
         fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
-             if os.path.exists(what) else f'{what} is none of {", ".join([*DATASETS, *OWN])}')
+             if os.path.exists(what) else f'{what} is none of {", ".join(known)}'
+             + f': did you mean {" or ".join(like)}?' * bool(like))
     if what and (what in OWN) != (path is not None):
         fail(f'{", ".join(OWN)} take a PATH of yours, the others --from PATH')
     most = {'coco': 2, 'openwebtext': 21}.get(what, 1)
@@ -206,8 +229,8 @@ def describe_source(args):
     given = args.path or (None if args.verify else args.local)
     command = args.what + ''.join(
         f' --{key} {x}' for key, x in vars(args).items()
-        if key in ('tokenizer', 'parts', 'heads') and x not in (None, 1))
-    command += '' if args.verify else ' --no-verify'
+        if key in ('tokenizer', 'encoding', 'parts', 'heads') and x not in (None, 1))
+    command += ' --skip-faults' * args.skip_faults + ' --no-verify' * (not args.verify)
     return dict(command=command, place=os.path.abspath(given) if given else '')
 
 def read_final(final):
@@ -270,6 +293,8 @@ def finish(final, meta, script):
             print(f'look at {final / "look.png"}: are these labels, boxes and colours right?')
         except Exception as error:  # a picture is not worth the data
             note(f'there is no look.png: {error} (it needs `pip install pillow`)')
+    if kind == 'tokens' and min(meta['train'], meta['val']) <= 64:
+        note('a split is shorter than a window of 64 tokens: --block-size makes it fit')
     print(f'next: python {next_command(final, meta, script)}')
 
 def next_command(final, meta, script):
@@ -277,7 +302,9 @@ def next_command(final, meta, script):
     if 'kind' in meta:
         most = meta.get('most_objects', 0)
         queries = f' --num-queries {3 * most}' if most > 4 else ''  # twelve, unless you say so
-        return f'{script} --data {shlex.quote(final.name)}{queries}'
+        shortest = min(meta['train'], meta['val']) if meta['kind'] == 'tokens' else math.inf
+        window = f' --block-size {shortest - 1}' if shortest <= 64 else ''
+        return f'{script} --data {shlex.quote(final.name)}{queries}{window}'
     if script:  # a preset has all flags
         return script
     command = f'{meta["script"]} --init {shlex.quote(final.as_posix())}'
@@ -292,63 +319,6 @@ ATTEMPTS = 4  # at each mirror
 PAUSE = 2.0   # seconds between them
 # one host refuses library user agents; a compressed answer could not be resumed
 HEADERS = {'User-Agent': 'Mozilla/5.0 (X11; Linux x86_64)', 'Accept-Encoding': 'identity'}
-
-def what_is_wrong(path, size, digest):
-    """'' if a file has this size and hash ('sha256:...'), where None is unknown."""
-    if not path.is_file():
-        return 'no such file'
-    if size and path.stat().st_size != size:
-        return f'{path.stat().st_size:,} bytes instead of {size:,}'
-    if digest:
-        kind, wanted = digest.split(':')
-        found = hashlib.new(kind)
-        with open(path, 'rb') as file:
-            while block := file.read(1 << 20):
-                found.update(block)
-        if not found.hexdigest().startswith(wanted):  # for some hashes, only the start is known
-            return f'its {kind} is {found.hexdigest()} instead of {wanted}'
-    return ''
-
-def fetch(url, part, size):
-    """Append to the file `part` what it still lacks of `url`."""
-    import requests
-    have = part.stat().st_size if part.exists() else 0
-    headers = dict(HEADERS, Range=f'bytes={have}-') if have else HEADERS
-    with requests.get(url, headers=headers, stream=True, timeout=60) as answer:
-        if answer.status_code == 416:
-            return  # nothing is missing
-        answer.raise_for_status()
-        if answer.status_code != 206:  # the server ignores Range and sends everything
-            have = 0
-        length = answer.headers.get('Content-Length')
-        total = have + int(length) if length else size or 0
-        if size and total != size:  # a login page, perhaps: keep what is here
-            raise requests.HTTPError(f'{total:,} bytes instead of {size:,}')
-        blocks = answer.iter_content(1 << 16)
-        with open(part, 'ab' if have else 'wb') as file:
-            for block in progress(blocks, f'bytes of {part.stem}', total, have, len):
-                file.write(block)
-    if part.stat().st_size < total:
-        raise requests.ConnectionError  # the connection closed too early
-
-def download(urls, path, size, digest):
-    """Get `path` from the first of `urls` that has it; .part keeps what arrived, for resuming."""
-    import requests
-    part = path.with_name(path.name + '.part')
-    for url in urls * ATTEMPTS:
-        print(f'downloading {url}')
-        try:
-            fetch(url, part, size)
-            wrong = what_is_wrong(part, size, digest)
-            if not wrong:
-                os.replace(part, path)
-                return
-            part.unlink()
-        except requests.RequestException as error:
-            wrong = error if isinstance(error, requests.HTTPError) else type(error).__name__
-        print(f'failed: {wrong}')
-        time.sleep(PAUSE)
-    fail(f'{url}: {wrong}; run this again to continue, or put the file at {path}')
 
 @contextlib.contextmanager
 def gather(args, files):
@@ -386,6 +356,63 @@ def gather(args, files):
                 path.unlink()  # perhaps a login page: get it anew next time
         fail(f'{paths[0]} is not the archive that it should be: {error!r}')
 
+def download(urls, path, size, digest):
+    """Get `path` from the first of `urls` that has it; .part keeps what arrived, for resuming."""
+    import requests
+    part = path.with_name(path.name + '.part')
+    for url in urls * ATTEMPTS:
+        print(f'downloading {url}')
+        try:
+            fetch(url, part, size)
+            wrong = what_is_wrong(part, size, digest)
+            if not wrong:
+                os.replace(part, path)
+                return
+            part.unlink()
+        except requests.RequestException as error:
+            wrong = error if isinstance(error, requests.HTTPError) else type(error).__name__
+        print(f'failed: {wrong}')
+        time.sleep(PAUSE)
+    fail(f'{url}: {wrong}; run this again to continue, or put the file at {path}')
+
+def fetch(url, part, size):
+    """Append to the file `part` what it still lacks of `url`."""
+    import requests
+    have = part.stat().st_size if part.exists() else 0
+    headers = dict(HEADERS, Range=f'bytes={have}-') if have else HEADERS
+    with requests.get(url, headers=headers, stream=True, timeout=60) as answer:
+        if answer.status_code == 416:
+            return  # nothing is missing
+        answer.raise_for_status()
+        if answer.status_code != 206:  # the server ignores Range and sends everything
+            have = 0
+        length = answer.headers.get('Content-Length')
+        total = have + int(length) if length else size or 0
+        if size and total != size:  # a login page, perhaps: keep what is here
+            raise requests.HTTPError(f'{total:,} bytes instead of {size:,}')
+        blocks = answer.iter_content(1 << 16)
+        with open(part, 'ab' if have else 'wb') as file:
+            for block in progress(blocks, f'bytes of {part.stem}', total, have, len):
+                file.write(block)
+    if part.stat().st_size < total:
+        raise requests.ConnectionError  # the connection closed too early
+
+def what_is_wrong(path, size, digest):
+    """'' if a file has this size and hash ('sha256:...'), where None is unknown."""
+    if not path.is_file():
+        return 'no such file'
+    if size and path.stat().st_size != size:
+        return f'{path.stat().st_size:,} bytes instead of {size:,}'
+    if digest:
+        kind, wanted = digest.split(':')
+        found = hashlib.new(kind)
+        with open(path, 'rb') as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+        if not found.hexdigest().startswith(wanted):  # for some hashes, only the start is known
+            return f'its {kind} is {found.hexdigest()} instead of {wanted}'
+    return ''
+
 # ------------------------------------ files ------------------------------------
 SPLITS = dict(train='train', training='train', val='val', valid='val', validation='val',
               dev='val', test='test', testing='test', eval='test')
@@ -417,16 +444,21 @@ def split_of(name):
 
 def list_files(folder):
     """Paths of all files in a folder, relative to it. Links are followed, hidden files left out."""
-    shown, hidden = [], 0
+    if DATA.resolve().is_relative_to(folder.resolve()):
+        fail(f'{DATA}/, where results lie, is {folder} or in it: move or rename that folder')
+    shown, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         place = Path(root).relative_to(folder)
         shown += [place / name for name in names if not HIDDEN.match(name)]
-        hidden += sum(map(bool, map(HIDDEN.match, names + folders)))
+        hidden += filter(HIDDEN.match, names + folders)
+        if not names and not folders:
+            note(f'{folder / place} is an empty folder')
         here = os.path.realpath(root) + os.sep
         folders[:] = [name for name in folders if not HIDDEN.match(name)  # and no link upwards
                       and not here.startswith(os.path.realpath(os.path.join(root, name)) + os.sep)]
     if hidden:
-        note(f'{folder}: {hidden:,} hidden files or folders are left out')
+        few = ', '.join(sorted({*hidden})[:5])
+        note(f'{folder}: {len(hidden):,} hidden files or folders are left out, such as {few}')
     return sorted(shown, key=lambda path: path.parts)
 
 def read_json(path):
@@ -443,6 +475,9 @@ def choose_splits(folder, groups, three=False, fits=lambda row: True):
     names = [name for name in ('train', 'val', 'test', '') if groups.get(name)]
     if three and names[:3] == ['train', 'val', 'test']:
         return [groups[name] for name in ('train', 'test', 'val')]
+    if len(names) > 1 and names[0] != 'train':
+        fail(f'{folder} has {" and ".join(name or "no split" for name in names)}, but no train: '
+             'call one so, or leave one alone in the folder')
     used = [name for name in names[:2] if name or names[0] == '']
     for name in names[len(used):]:
         note(f'{folder}: {len(groups[name]):,} in {name or "no split"} are left out')
@@ -464,15 +499,19 @@ def text_file(paths, out, args):
     if path.is_dir():
         fail(f'{path} is a folder: join its files, as in `cat {path}/*.txt > all.txt`')
     with open(path, 'rb') as file:
-        wide = file.read(2) in (b'\xff\xfe', b'\xfe\xff')
+        start = file.read(1 << 16)
+    wide = start[:2] in (b'\xff\xfe', b'\xfe\xff')
     try:
-        with open(path, encoding='utf-16' if wide else 'utf-8-sig') as file:
+        if start.count(0) > len(start) / 4 and not (wide or args.encoding):
+            raise UnicodeError('it has more zeros than a text has')
+        with open(path, encoding=args.encoding or ('utf-16' if wide else 'utf-8-sig')) as file:
             cut = sum(map(len, blocks(file))) * 9 // 10
             file.seek(0)
             texts = itertools.chain(pieces('train', blocks(file, cut)), pieces('val', blocks(file)))
             return write_bins(encode(texts, tokenizer), out, tokenizer)
-    except UnicodeError as error:
-        fail(f'{path} is not a text in UTF-8: {error}' + advice([path]))
+    except (UnicodeError, LookupError) as error:
+        fail(f'{path} is not a text in {args.encoding or "UTF-8"}: {error}' + (
+            advice([path]) or '. If it has another coding, say so: --encoding latin-1 or utf-16-le'))
 
 def tokens(paths, out, args):
     """train.bin and val.bin as nanoGPT writes them; copied, since nanoGPT would write over them.
@@ -515,7 +554,8 @@ def write_bins(rows, out, tokenizer):
             counts[split] += len(raw) // 2
             crcs[split] = zlib.crc32(raw, crcs[split])
     if min(counts.values()) < 2:
-        fail(f'{dict(counts)} tokens: each split needs at least 2; use a longer text')
+        fail(f'{counts["train"]} tokens to train on and {counts["val"]} to validate on are too few: '
+             'use a longer text')
     return dict(kind='tokens', tokenizer=tokenizer, vocab_size=VOCAB_SIZE[tokenizer], **counts,
                 checksum=[crcs['train'], crcs['val']])
 
@@ -614,47 +654,61 @@ def arrays(paths, out, args):
     if not groups:
         fail(f'{folder}: no train.npz' + advice(map(folder.joinpath, list_files(folder))))
     first = groups.get('train') or [*groups.values()][0]
-    classes = [str(label) for label in range(first[2].max() + 1)]
+    texts = first[2].dtype.kind == 'U'
+    classes = sorted({*first[2].tolist()}) if texts else [*range(first[2].max() + 1)]
     if meta.exists():
         classes = read_json(meta).get('classes')
-    if type(classes) is not list or len(classes) < 2:
+    if type(classes) is not list or len(classes) < 2 or not {*map(type, classes)} <= {str, int}:
         fail(f'{meta} must be a JSON object with "classes", a list of two names or more')
+    classes = [*map(str, classes)]
+    check_classes(folder, classes)
+    if texts:
+        note(f'{folder}: labels are names: they become numbers in the order of the classes')
+    numbers = {name if texts else i: i for i, name in enumerate(classes)}
     for path, images, labels in groups.values():
         if images.shape != (len(images), *first[1].shape[1:]):
             fault('images', f'{path}: images {images.shape}, but {first[1].shape} in {first[0]}')
         for label, i in zip(*np.unique(labels, return_index=True)):
-            if not 0 <= label < len(classes):
-                fault('labels', f'{path}: label {label} of image {i}, but labels are 0 to '
-                      f'{len(classes) - 1}')
+            if label.item() not in numbers:
+                fault('labels', f'{path}: label {label} of image {i}, but labels are '
+                      f'{[*numbers][0]} to {[*numbers][-1]}')
     stop_at_faults(folder)
+    groups = {split: (images, np.array([numbers[label] for label in labels.tolist()]))
+              for split, (_, images, labels) in sorted(groups.items())}
     checksum = [[split, zlib.crc32(np.ascontiguousarray(images)), zlib.crc32(labels)]
-                for split, (_, images, labels) in sorted(groups.items())]
-    rows = {split: [*zip(images, labels)] for split, (_, images, labels) in groups.items()}
+                for split, (images, labels) in groups.items()]
+    rows = {split: [*zip(*pair)] for split, pair in groups.items()}
     splits = [[*zip(*part)] for part in choose_splits(folder, rows, three=True)]
+    note_copies('images', [[hash(image.tobytes()) for image in part[0]] for part in splits])
     return write_images('arrays', splits, classes, checksum, out)
 
 def read_arrays(path):
     """An .npz -> {train, val, test or '': (where, images, labels)}. Arrays are called images and
     labels, or as MedMNIST's (train_images) or Keras's (x_train)."""
-    found = defaultdict(dict)
+    found, groups = defaultdict(dict), {}
     try:
         with np.load(path, allow_pickle=False) as file:
-            for name in file:
+            for name in file.files:
                 words = {*re.findall('[a-z]+', name.lower())}
                 split = split_of(name) or split_of(path.stem)
                 for what, names in ('images', 'images image x'), ('labels', 'labels label y'):
                     if words & {*names.split()}:
-                        found[split][what] = file[name]
+                        first = found[split].setdefault(what, name)
+                        if first != name:
+                            fault('files', f'{path}: its {what} may be {first}, or {name}: keep one')
+            if not found or min(map(len, found.values())) < 2:
+                raise ValueError('it must hold arrays named images and labels')
+            for split, pair in found.items():
+                where = path if split == split_of(path.stem) else f'{path}: {split}'
+                images, labels = file[pair['images']], file[pair['labels']]
+                groups[split] = where, as_images(where, images), as_labels(where, images, labels)
     except Exception as error:  # NumPy and zipfile raise half a dozen kinds
-        return fault('files', f'{path} cannot be read: {error}') or {}
-    if not found or min(map(len, found.values())) < 2:
-        return fault('files', f'{path} must hold arrays named images and labels') or {}
-    where = {split: path if split == split_of(path.stem) else f'{path}: {split}' for split in found}
-    return {split: (where[split], as_images(where[split], pair['images']),
-                    as_labels(where[split], **pair)) for split, pair in found.items()}
+        fault('files', f'{path} cannot be read: {error}')
+    return groups
 
 def as_images(where, images):
-    """Bytes (N, 3, H, W), of which greys may have no channel, and channels may be the last."""
+    """Bytes (N, 3, H, W). Channels may be the last or, of greys, absent. If nothing exceeds 1, that
+    is white."""
     given = f'{images.dtype} {images.shape}'
     if images.ndim == 3:
         images = images[:, None]
@@ -662,21 +716,38 @@ def as_images(where, images):
         images = images.transpose(0, 3, 1, 2)
     if images.ndim == 4 and images.shape[1] == 1:
         images = images.repeat(3, 1)
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not len(images):
-        return fault('images', f'{where}: images are {given}, not uint8 (N, 3, H, W), bytes from 0 '
-                     'to 255')
-    if given != f'uint8 {images.shape}':
-        note(f'{where}: images {given} become {images.shape}')
-    return images
+    if images.dtype.kind in 'buif' and images.ndim == 4 and images.shape[1] == 3 and len(images):
+        low, white = images.min(), 1 if images.max() <= 1 else 255
+        pixels = (images * 255.0 if white == 1 else images).round()
+        if 0 <= low and images.max() <= white and (white == 1 or (pixels == images).all()):
+            if given != f'uint8 {images.shape}' or white == 1:
+                note(f'{where}: images {given} become uint8 {images.shape}, and {white} is white')
+            return pixels.astype(np.uint8)
+    fault('images', f'{where}: images are {given}, not (N, 3, H, W) from 0 to 255, or from 0 to 1')
 
 def as_labels(where, images, labels):
-    """Whole numbers (N,), one for each image."""
+    """Whole numbers or texts (N,), one for each image."""
     n, given = len(images), f'{labels.dtype} {labels.shape}'
     if labels.dtype.kind == 'f' and (labels == labels.round()).all():  # nan is not, either
         labels = labels.astype(np.int64)
-    if labels.dtype.kind not in 'biu' or labels.shape not in [(n,), (n, 1)]:
-        return fault('labels', f'{where}: labels are {given}, not {n} whole numbers')
-    return labels.reshape(-1).astype(np.int64)
+    if labels.dtype.kind not in 'biuUS' or labels.shape not in [(n,), (n, 1)]:
+        return fault('labels', f'{where}: labels are {given}, not {n} whole numbers or names')
+    return labels.reshape(-1).astype(str if labels.dtype.kind in 'US' else np.int64)
+
+def check_classes(where, names):
+    """Names of classes must differ by more than spaces."""
+    known = {}
+    for name in names:
+        first = known.setdefault(' '.join(name.split()), name)
+        if first is not name:
+            fault('classes', f'{where}: "{first}" and "{name}": are they one class, or two?')
+
+def note_copies(what, splits):
+    """Say how many to judge by are also trained on. Equal contents are equal numbers."""
+    known, held = {*splits[0]}, [x for part in splits[1:] for x in part]
+    n = sum(x in known for x in held)
+    if n:
+        note(f'of {len(held):,} {what} to judge by {n:,} are copies of some to train on')
 
 def write_images(kind, splits, classes, checksum, out, colours='imagenet'):
     """Write [train, test] or [train, test, val], pairs of images and labels -> what meta.json says
@@ -691,6 +762,7 @@ def write_images(kind, splits, classes, checksum, out, colours='imagenet'):
     mean, std = COLOURS[colours]
     return dict(kind=kind, classes=classes, mean=mean, std=std, checksum=checksum,
                 **{split: len(labels) for split, (_, labels) in named.items()})
+
 CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
     'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
                 ['test_batch.bin'], 'batches.meta.txt', 1),
@@ -724,14 +796,15 @@ def photos(paths, out, args):
         stop_at_faults(folder)
         fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
     splits = choose_splits(folder, groups, three=True)
+    splits, bits = read_photos(splits, args.skip_faults)
     train, *held = [{photo.label for photo in part} for part in splits]
     classes = sorted(train)
+    check_classes(folder, classes)
     if len(classes) < 2 or all(map(split_of, classes)):
         fault('classes', f'{folder}: {", ".join(classes)}: it needs two class folders or more, '
               'named as the labels' + advice(others))
     for label in sorted(set().union(*held) - train):
         fault('classes', f'{folder}: class {label} has photos to judge by, but none to train on')
-    bits = read_photos(splits)
     stop_at_faults(folder)
     facts = repr([[(photo.name, photo.crc) for photo in part] for part in splits])
     number = {label: i for i, label in enumerate(classes)}
@@ -780,12 +853,13 @@ class Photo:
     size: tuple = None    # width and height that boxes count in; None: as it is shown
     label: str = ''       # of photos: its class
     id: object = ''       # of objects: its number or text, in the end a number
-    boxes: list = field(default_factory=list)  # (where, COCO's annotation)
+    boxes: list = field(default_factory=list)  # (where, annotation); when checked, annotations
     objects: int = 0      # boxes to find: no crowds, not empty
     # what `examine` finds
     wrong: str = ''       # why it cannot be used
     crc: int = None       # of its file
     bits: int = 8
+    clear: bool = False   # whether one sees through it
     turned: str = ''      # what becomes of its EXIF
 
 def is_photo(path):
@@ -793,26 +867,30 @@ def is_photo(path):
     from PIL import Image
     return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
 
-def read_photos(splits):
-    """Decode all photos of [to train on, ...] -> the most bits of their greys."""
+def read_photos(splits, skip):
+    """Decode all photos of [to train on, ...] -> the splits, of which `skip` leaves out photos that
+    have faults, and the most bits of their greys."""
     photos = [photo for part in splits for photo in part]
     warnings.filterwarnings('ignore', module='PIL')
     with ThreadPoolExecutor() as pool:
         calls = (pool.map(examine, photos[i:i + 1000]) for i in range(0, len(photos), 1000))
         for _ in progress(itertools.chain.from_iterable(calls), 'photos read', len(photos)):
             pass
+    for photo in photos:
+        if photo.wrong:
+            fault('photos', f'{photo.path}: {photo.wrong}', photo)
+    if skip:
+        splits = skip_faults(splits)
+    photos = [photo for part in splits for photo in part]
     bits = max((photo.bits for photo in photos), default=8)
     counts = Counter(photo.turned for photo in photos if photo.turned)
     counts[f'have more than 8 bits: {bits} bits become 8'] = sum(photo.bits > 8 for photo in photos)
-    known = {photo.crc for photo in splits[0]} - {None}  # of those that could be read
-    counts['are copies of some to train on'] = sum(
-        photo.crc in known for part in splits[1:] for photo in part)
+    counts['are transparent in places: on white'] = sum(photo.clear for photo in photos)
     for what in +counts:
         note(f'of {len(photos):,} photos {counts[what]:,} {what}')
-    for photo in photos:
-        if photo.wrong:
-            fault('photos', f'{photo.path}: {photo.wrong}')
-    return bits
+    note_copies('photos', [[(photo.crc, photo.size) for photo in part if not photo.wrong]
+                           for part in splits])
+    return splits, bits
 
 def examine(photo):
     """Decode a photo as the scripts will, and note its size, its bits and what is wrong with it."""
@@ -823,6 +901,8 @@ def examine(photo):
         with Image.open(photo.path) as stored:
             if stored.mode[0] == 'I':
                 photo.bits = max(8, int(np.asarray(stored).max()).bit_length())
+            if stored.has_transparency_data:
+                photo.clear = stored.convert('RGBA').getextrema()[3][0] < 255
             if stored.getexif().get(0x0112, 1) in range(2, 9):  # the camera was held otherwise
                 if photo.size != stored.size:
                     photo.turned = 'are turned upright, as their EXIF says'
@@ -859,6 +939,7 @@ def final_place(path, out, args):
     if path.is_relative_to(out):
         return str(DATA / args.name / path.relative_to(out))
     return os.path.abspath(path)
+
 WORDS = {  # Imagenette's ten classes of ImageNet
     'n01440764': 'tench', 'n02102040': 'english_springer', 'n02979186': 'cassette_player',
     'n03000684': 'chain_saw', 'n03028079': 'church', 'n03394916': 'french_horn',
@@ -906,30 +987,36 @@ def objects(paths, out, args):
         note(f'{folder}: {unused:,} photos without annotations are left out')
     splits = choose_splits(folder, groups, fits=lambda photo: any(
         not number(one.get('iscrowd')) for _, one in photo.boxes))
-    bits = read_photos(splits)
-    if categories and not 0 <= min(categories) <= max(categories) < 10 ** 5:
-        fault('categories', f'{folder}: category ids are {min(categories)} to {max(categories)}: '
-              'use 0 to 99999')
-    annotations = [check_boxes(part, categories) for part in splits]
-    shown = [{one['category_id'] for one in part if not one['iscrowd']} for part in annotations]
-    empty = [name for name, part in zip(('train', 'val'), splits)
-             if not any(photo.objects for photo in part)]
-    if empty and not FAULTS:
-        fault('splits', f'{folder}: {" and ".join(empty)} has no object to find (crowds are none)')
+    for name, part in zip(('train', 'val'), splits):
+        check_boxes(f'{folder}, {name}', part, categories)
+    splits, bits = read_photos(splits, args.skip_faults)
+    for name, part in zip(('train', 'val'), splits):
+        if not (FAULTS or any(photo.objects for photo in part)):
+            fault('splits', f'{folder}: {name} has no object to find (crowds are none)')
     stop_at_faults(folder)
-    photos = splits[0] + splits[1]
+    return write_objects(folder, splits, categories, bits, out, args)
+
+def write_objects(folder, splits, categories, bits, out, args):
+    """Write [photos to train on, to validate on] and their boxes -> what meta.json says of them."""
+    photos, shown, annotations = splits[0] + splits[1], [], []
+    for name, part in zip(('train', 'val'), splits):
+        boxes = [dict(image_id=photo.id, **box) for photo in part for box in photo.boxes]
+        boxes = [dict(id=n, **box) for n, box in enumerate(boxes, 1)]
+        images = [dict(id=photo.id, file_name=final_place(photo.path, out, args),
+                       width=photo.size[0], height=photo.size[1]) for photo in part]
+        content = dict(images=images, annotations=boxes,
+                       categories=[dict(id=id, name=name) for id, name in categories.items()])
+        (out / f'{name}.json').write_text(json.dumps(content), 'utf-8')
+        annotations.append(boxes)
+        shown.append({box['category_id'] for box in boxes if not box['iscrowd']})
+    check_classes(folder, [categories[id] for id in sorted(shown[0] | shown[1])])
+    stop_at_faults(folder)
     empty = sum(not photo.boxes for photo in photos)
     if empty:
         note(f'{folder}: {empty:,} of {len(photos):,} photos have no objects')
     if shown[1] - shown[0]:
         lacking = ', '.join(categories[id] for id in sorted(shown[1] - shown[0]))
         note(f'{folder}: no photo to train on shows {lacking}')
-    for name, group, part in zip(('train', 'val'), splits, annotations):
-        images = [dict(id=photo.id, file_name=final_place(photo.path, out, args),
-                       width=photo.size[0], height=photo.size[1]) for photo in group]
-        content = dict(images=images, annotations=part,
-                       categories=[dict(id=id, name=name) for id, name in categories.items()])
-        (out / f'{name}.json').write_text(json.dumps(content), 'utf-8')
     facts = [annotations, [(photo.id, photo.name, photo.size, photo.crc) for photo in photos]]
     classes = [categories.get(id, '') for id in range(max(categories) + 1)]
     return dict(kind='objects', classes=classes, train=len(splits[0]), val=len(splits[1]),
@@ -949,7 +1036,9 @@ def read_coco(folder, files):
         try:
             content = json.loads(path.read_bytes())
             for entry in content['categories']:
-                id, name = int(number(entry['id'])), str(entry['name'])
+                id, name = int(number(entry['id'])), str(entry['name'] or '')
+                if not name:
+                    fault('categories', f'{path}: category {id} has no name')
                 if categories.setdefault(id, name) != name:
                     fault('categories', f'{path}: category {id} is {name}, and {categories[id]}, '
                           'too')
@@ -963,10 +1052,13 @@ def read_coco(folder, files):
                 if id in photos:
                     photos[id].boxes.append((where, entry))
                 else:
-                    fault('ids', f'{where}: image_id {id} is not listed')
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+                    fault('ids', f'{where}: image_id {id} is not listed', entry)
+        except Exception as error:  # another form, or damaged: half a dozen kinds
             fault('files', f"{path} is not in COCO's form: {error!r:.200}")
         groups[split_of(split)] += photos.values()
+    if categories and not 0 <= min(categories) <= max(categories) < 10 ** 5:
+        fault('categories', f'{folder}: category ids are {min(categories)} to {max(categories)}: '
+              'use 0 to 99999')
     return groups, dict(sorted(categories.items()))
 
 def listed_photo(folder, roots, path, entry):
@@ -974,15 +1066,18 @@ def listed_photo(folder, roots, path, entry):
     file = str(entry['file_name']).replace('\\', '/')  # written on Windows
     if re.match('([A-Za-z]:)?/', file) and not Path(file).exists():
         file = file.split('/')[-1]  # it is of another computer
-    places = [root / file for root in roots]
-    place = next((place for place in places if place.is_file()), places[0])
+    places = [root / file for root in dict.fromkeys(roots)]
+    place, *more = [place for place in places if place.is_file()] or places[:1]
     inside = place.is_relative_to(folder)
     name = place.relative_to(folder).as_posix() if inside else place.name
     size = number(entry.get('width')) or 0, number(entry.get('height')) or 0
-    if min(size) <= 0:
-        fault('sizes', f'{path}: image {entry["id"]} ({file}) has no width or height')
-        size = None
-    return Photo(place, name, size, id=as_id(entry['id']))
+    photo = Photo(place, name, size if min(size) > 0 else None, id=as_id(entry['id']))
+    if not photo.size:
+        fault('sizes', f'{path}: image {photo.id} ({file}) has no width or height', photo)
+    for other in more:
+        if not filecmp.cmp(place, other, shallow=False):
+            fault('photos', f'{path}: image {photo.id} may be {place}, or {other}', photo)
+    return photo
 
 def number(x):
     """A finite number, perhaps written as text; None for anything else."""
@@ -1010,29 +1105,32 @@ def number_photos(groups):
             if own[photo.path] > 1:
                 fault('ids', f'{photo.path}: another image has this photo, too')
 
-def check_boxes(photos, categories):
-    """The boxes of photos -> COCO's annotations. Numbers may be texts; boxes stay as they are, even
-    beyond their photos, since AP counts them so: it is training that cuts them off."""
-    annotations, counts, boxes, seen, beyond = [], Counter(), {}, set(), 0
+def check_boxes(where, photos, categories):
+    """Make the boxes of photos plain. Numbers may be texts; boxes stay as they are, even beyond
+    their photos, since AP counts them so: it is training that cuts them off."""
+    counts, boxes, seen, beyond = Counter(), [], set(), 0
     for photo in photos:
-        W, H = photo.size or (math.inf, math.inf)  # unknown, if it could not be read
-        for where, one in photo.boxes:
+        W, H = photo.size or (math.inf, math.inf)
+        given, photo.boxes = photo.boxes, []
+        for entry, one in given:
             id, box, crowd = number(one.get('category_id')), one.get('bbox'), one.get('iscrowd')
             if id not in categories:
-                fault('categories', f'{where}: category_id {one.get("category_id")} is not listed')
+                fault('categories', f'{entry}: category_id {one.get("category_id")} is not listed',
+                      photo)
             if number(crowd or 0) not in (0, 1):
-                fault('crowds', f'{where}: iscrowd {crowd} is not 0 or 1')
+                fault('crowds', f'{entry}: iscrowd {crowd} is not 0 or 1', photo)
             values = [*map(number, box)] if type(box) is list else []
             if len(values) != 4 or None in values:
-                fault('boxes', f'{where}: bbox {box} is not four numbers')
+                fault('boxes', f'{entry}: bbox {box} is not four numbers', photo)
                 continue
             x, y, w, h = values
             if min(w, h) < 0:
                 counts['are drawn from right to left or upwards: they are turned'] += 1
                 x, y, w, h = min(x, x + w), min(y, y + h), abs(w), abs(h)
-            boxes[where] = x, y, w, h
+            boxes.append((x, y, w, h))
             if not (x <= W and y <= H and x + w >= 0 and y + h >= 0):
-                fault('boxes', f'{where}: bbox {box} is outside its photo of {W} x {H} pixels')
+                fault('boxes', f'{entry}: bbox {box} is outside its photo of {W} x {H} pixels',
+                      photo)
                 continue
             beyond += max(-x, -y, x + w - W, y + h - H) > 1  # by more than a pixel
             empty = min(x + w, W) <= max(x, 0) or min(y + h, H) <= max(y, 0)
@@ -1044,19 +1142,18 @@ def check_boxes(photos, categories):
             counts['are there twice'] += (photo.id, id, x, y, w, h) in seen
             seen.add((photo.id, id, x, y, w, h))
             photo.objects += not empty and not number(crowd)
-            annotations.append(dict(id=len(annotations) + 1, image_id=photo.id, category_id=id,
-                                    bbox=[x, y, w, h], area=area, iscrowd=number(crowd) or 0))
+            photo.boxes.append(dict(category_id=id, bbox=[x, y, w, h], area=area,
+                                    iscrowd=number(crowd) or 0))
     counts['reach beyond their photos by more than a pixel'] = beyond
-    file, n = next(iter(boxes), '').split(': ')[0], len(boxes)
+    n = len(boxes)
     for what in +counts:
-        note(f'{file}: of {n:,} boxes {counts[what]:,} {what}')
-    if n and max(map(max, boxes.values())) < 2:
-        fault('boxes', f'{file}: no box exceeds two pixels: are they in fractions?')
+        note(f'{where}: of {n:,} boxes {counts[what]:,} {what}')
+    if n and max(map(max, boxes)) < 2:
+        fault('boxes', f'{where}: no box exceeds two pixels: are they in fractions?')
     if beyond > max(2, n / 2) or (
-            beyond > n / 10 and all(w > x and h > y for x, y, w, h in boxes.values())):
-        fault('boxes', f'{file}: boxes must be left, top, width and height, and these look like '
+            beyond > n / 10 and all(w > x and h > y for x, y, w, h in boxes)):
+        fault('boxes', f'{where}: boxes must be left, top, width and height, and these look like '
               'corners')
-    return annotations
 
 def coco(paths, out, args):
     """A zip of annotations, and one of photos for each split."""
@@ -1111,21 +1208,12 @@ def weights(paths, out, args):
     path, heads = paths[0], args.heads or HEADS.get(args.what)
     if path.is_dir():
         files = [path / name for name in ('model.safetensors', 'pytorch_model.bin')]
+        if [*path.glob('*.index.json')] and not any(file.exists() for file in files):
+            fail(f'{path} has its weights in several files (shards): save them as one, as in '
+                 "model.save_pretrained(..., max_shard_size='100GB')")
         path = next((file for file in files if file.exists()), files[0])
     saved = read_checkpoint(path)
-    told = told_settings(path, saved)
-    for container in ('model', 'state_dict', 'model_state_dict'):
-        if isinstance(saved.get(container), dict):
-            saved = saved[container]
-    w = {WRAPPERS.sub('', str(key)): p for key, p in saved.items() if torch.is_tensor(p)}
-    w = {key: p for key, p in w.items() if not SPARE.search(key)}
-    qkv = w.get('transformer.h.0.attn.c_attn.weight')
-    if qkv is not None and len(qkv) < qkv.size(1):  # Hugging Face's is transposed, nanoGPT's not
-        w = {key.removeprefix('transformer.'): p for key, p in w.items()}
-    if 'wte.weight' in w and not torch.equal(w.pop('lm_head.weight', w['wte.weight']),
-                                             w['wte.weight']):
-        fault('tensors', f'{path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
-
+    w, told = plain_tensors(path, saved), told_settings(path, saved)
     fits = {form: {key for key in w if re.fullmatch(names, key)}
             for form, (*_, names) in FORMS.items()}
     form = max(fits, key=lambda form: len(fits[form]))
@@ -1158,6 +1246,31 @@ def weights(paths, out, args):
         checksum = zlib.crc32(raw.numpy(), zlib.crc32(key.encode(), checksum))
     print(f'{path}: {form}, {len(w)} tensors')
     return dict(script=script, config=config, data={}, model=w, checksum=checksum)
+
+def plain_tensors(path, saved):
+    """A checkpoint -> {name: tensor} of its model, without wrappers and buffers."""
+    import torch
+    while holders := [key for key, held in saved.items() if isinstance(held, dict) and any(
+            torch.is_tensor(p) and p.dim() > 1 for p in held.values())]:
+        if len(holders) > 1:
+            fail(f'{path} has weights in {" and in ".join(holders)}: save the one that you mean')
+        saved = saved[holders[0]]
+    w = {}
+    for key, p in saved.items():
+        name = WRAPPERS.sub('', str(key))
+        if torch.is_tensor(p) and not SPARE.search(name):
+            if name in w:
+                fault('tensors', f'{path} has two tensors that may be {name}; one is {key}')
+            w[name] = p
+    qkv = w.get('transformer.h.0.attn.c_attn.weight')
+    if qkv is not None and len(qkv) < qkv.size(1):  # Hugging Face's is transposed, nanoGPT's not
+        w = {key.removeprefix('transformer.'): p for key, p in w.items()}
+    wte = next((p for key, p in w.items() if key.endswith('wte.weight')), None)
+    if wte is not None and not torch.equal(w.get('lm_head.weight', wte), wte):
+        fault('tensors', f'{path}: its lm_head.weight must equal its wte.weight, as in GPT-2')
+    if 'wte.weight' in w:
+        w.pop('lm_head.weight', None)
+    return w
 
 def told_settings(path, saved):
     """What a checkpoint, or a config.json beside it, says of its model, as a dict."""
@@ -1238,7 +1351,8 @@ def draw(folder, meta):
             for name, x, y, w, h in boxes:
                 x, y = left + scale * x, top + scale * y
                 pen.rectangle((x, y, x + scale * w, y + scale * h), outline='lime', width=2)
-                pen.text((x + 3, y + 1), name, 'lime')
+                pen.rectangle(pen.textbbox((x + 3, y + 1), name), 'black')
+                pen.text((x + 3, y + 1), name, 'white')
             n += 1
     buffer = io.BytesIO()
     sheet.save(buffer, 'png')

@@ -2157,11 +2157,36 @@ def prepared(path, command):
         end = run(prepare_data, *command.split())
     assert end.code == 0, (command, end)
     final = path / re.search('^(.*) is ready', end.out, re.M)[1]
-    if final.is_dir():  # the scripts compare the lengths of the files that they read
+    if final.is_dir():
+        meta = json.loads((final / 'meta.json').read_text())
+        assert meta == json.loads(json.dumps(end.result)), end
         own = [file for ending in ('bin', 'npz', 'json') for file in final.glob(f'*.{ending}')]
         assert end.result['files'] == {file.name: file.stat().st_size for file in own
                                        if file.name != 'meta.json'}, end
     return final, end.result, end.out
+
+def held(final):
+    """What the scripts read of data/NAME -> {split: rows}. A row is a token, or a class and its
+    image (bytes, or the parts of a path), or a photo and its boxes."""
+    meta, rows = json.loads((final / 'meta.json').read_text()), {}
+    for split in {'train', 'val', 'test'} & meta.keys():
+        if meta['kind'] == 'tokens':
+            rows[split] = np.fromfile(final / f'{split}.bin', '<u2').tolist()
+        elif meta['kind'] == 'objects':
+            content = json.loads((final / f'{split}.json').read_text())
+            rows[split] = [(pathlib.Path(photo['file_name']).stem, [
+                (meta['classes'][a['category_id']], a['bbox'], a['area'], a['iscrowd'])
+                for a in content['annotations'] if a['image_id'] == photo['id']])
+                for photo in content['images']]
+        else:
+            with np.load(final / f'{split}.npz') as file:
+                images, labels = file['images'], file['labels']
+            assert labels.dtype == np.int64 and (images.ndim == 1 or images.dtype == np.uint8)
+            rows[split] = [
+                (meta['classes'][k], pathlib.Path(x).parts[-3:] if images.ndim == 1 else x.tobytes())
+                for k, x in zip(labels, images, strict=True)]
+        assert len(rows[split]) == meta[split], (split, meta)
+    return rows
 
 def refused(path, table):
     """{command: words}: each ends with code 2 and one line, and leaves path/data as it was."""
@@ -2177,6 +2202,16 @@ def write(path, text, coding='utf-8'):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode(coding))
 
+def save(path, **arrays):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **arrays)
+
+def save_ids(folder, ids):
+    """ids to train on, and nine to validate on."""
+    folder.mkdir()
+    np.asarray(ids).tofile(folder / 'train.bin')
+    np.arange(9, dtype='<u2').tofile(folder / 'val.bin')
+
 def paint(path, pixels, turned=1):
     """A photo of an array (height, width, 3); turned is its orientation in EXIF."""
     Image = importlib.import_module('PIL.Image')
@@ -2188,94 +2223,145 @@ def paint(path, pixels, turned=1):
 def flat(height, width, colour):
     return np.full((height, width, 3), colour, np.uint8)
 
-def test_door_texts(tmp_path):
-    """A text becomes its bytes, the last tenth to validate on; again, edited, moved, another."""
-    prose = 'Zwölf Boxkämpfer — 日本 🎉\r\n\n  jagen\tViktor <|endoftext|> \x00\n' * 200
-    text = prose.replace('\r\n', '\n')
+def paint_classes(folder, names='cat dog', first=0, n=10):
+    """folder/CLASS/*.png, n of each, no two alike in one folder."""
+    for k, name in enumerate(names.split()):
+        for i in range(first, first + n):
+            paint(folder / name / f'{i}.png', flat(8, 12, (i, 9 * k, len(folder.name))))
+
+def objects_set(root, change=lambda content: None, size=(20, 40), turned=1, form='coco'):
+    """On each photo a cup (id, 5, 20, 10) and a pen (30, 8, 4, 10), as COCO or Roboflow has them."""
+    for split, ids in ('train', (1, 2, 3)), ('val', (4,)):
+        folder = f'{split}2017' if form == 'coco' else split
+        content = dict(images=[], annotations=[], categories=[
+            dict(id=3, name='cup'), dict(id=7, name='pen')])
+        for id in ids:
+            paint(root / folder / f'{id}.png', flat(*size, id), turned)
+            content['images'].append(dict(id=id, file_name=f'{id}.png', width=40, height=20))
+            content['annotations'] += [
+                dict(id=10 * id + category, image_id=id, category_id=category, bbox=box,
+                     area=box[2] * box[3], iscrowd=0)
+                for category, box in ((3, [id, 5, 20, 10]), (7, [30, 8, 4, 10]))]
+        change(content)
+        file = 'annotations/instances_{}.json' if form == 'coco' else '{}/_annotations.coco.json'
+        write(root / file.format(folder), json.dumps(content))
+
+PROSE = 'Zwölf Boxkämpfer jagen\tViktor <|endoftext|> \x00\r\n\n  «quer» durch\n{Sylt}\n' * 200
+PIXELS = np.random.RandomState(0).randint(0, 255, (30, 3, 4, 4)).astype(np.uint8)
+LABELS = np.arange(30) % 3
+
+def test_door_reads_texts_and_arrays(tmp_path):
+    """What has one plain meaning, from all its forms."""
+    text = PROSE.replace('\r\n', '\n')
     cut = len(text) * 9 // 10
-    for name, coding in ('plain', 'utf-8'), ('mark', 'utf-8-sig'), ('wide', 'utf-16'):
-        write(tmp_path / f'{name}.txt', prose, coding)
-        final, meta, _ = prepared(tmp_path, f'text {name}.txt')
-        for split, part in ('train', text[:cut]), ('val', text[cut:]):
-            ids = np.fromfile(final / f'{split}.bin', '<u2')
-            assert ids.tolist() == [*part.encode()] and meta[split] == len(ids), (name, split)
-    assert meta == json.loads((final / 'meta.json').read_text())
-    (final / 'train.bin').write_bytes(b'cut')  # the same command makes them again
-    _, again, out = prepared(tmp_path, 'text wide.txt')
-    assert again == meta and 'anew: its contents are the same' in out
-    write(tmp_path / 'wide.txt', 'others ' * 99)
-    _, anew, out = prepared(tmp_path, 'text wide.txt')
-    assert 'contents are others' in out and anew['train'] == 99 * 7 * 9 // 10
-    (tmp_path / 'far').mkdir()
-    (tmp_path / 'wide.txt').rename(tmp_path / 'far/wide.txt')
-    _, moved, out = prepared(tmp_path, 'text far/wide.txt')
-    assert moved['checksum'] == anew['checksum'] and 'are the same' in out
+    bytes_of = dict(train=[*text[:cut].encode()], val=[*text[cut:].encode()])
+    for name, coding in dict(plain='utf-8', mark='utf-8-sig', wide='utf-16', old='latin-1').items():
+        write(tmp_path / f'{name}.txt', PROSE, coding)
+    ids = [50256, *range(400)]
+    save_ids(tmp_path / 'nano', np.array(ids, '<u2'))
 
-    blocks = [prose[i:i + 50] for i in range(0, len(prose), 50)]
+    def rows(labels=LABELS, images=PIXELS):
+        return [(str(label), image.tobytes()) for label, image in zip(labels, images)]
+    def one(**arrays):  # every tenth is held out
+        both = rows(**arrays)
+        return dict(test=both[::10], train=[row for i, row in enumerate(both) if i % 10])
+    clear, names = PIXELS // 128, np.array([*'abc'])[LABELS]
+    for name, images, labels in (
+            ('same', PIXELS, LABELS), ('last', PIXELS.transpose(0, 2, 3, 1), LABELS[:, None]),
+            ('grey', PIXELS[:, 0], LABELS * 1.0), ('unit', PIXELS / np.float32(255), LABELS),
+            ('floats', PIXELS * 1.0, LABELS), ('ints', PIXELS.astype('<i8'), LABELS),
+            ('binary', clear, LABELS), ('names', PIXELS, names), ('named', PIXELS, LABELS)):
+        save(tmp_path / name / 'train.npz', x_train=images, y_train=labels)
+    write(tmp_path / 'named/meta.json', '{"classes": [7, "b", "c"]}')
+    sizes = dict(train=9, val=6, test=3)
+    save(tmp_path / 'medmnist.npz', **{f'{split}_{what}': array[:n] for split, n in sizes.items()
+                                       for what, array in (('images', PIXELS), ('labels', LABELS))})
+    for command, want in {
+            'text plain.txt': bytes_of, 'text mark.txt': bytes_of, 'text wide.txt': bytes_of,
+            'text old.txt --encoding latin-1': bytes_of,
+            'tokens nano --tokenizer gpt2': dict(train=ids, val=[*range(9)]),
+            'arrays same': one(), 'arrays last': one(), 'arrays unit': one(), 'arrays ints': one(),
+            'arrays floats': one(), 'arrays grey': one(images=PIXELS[:, :1].repeat(3, 1)),
+            'arrays binary': one(images=clear * 255), 'arrays names': one(labels=names),
+            'arrays named': one(labels=np.array([*'7bc'])[LABELS]),
+            'arrays medmnist.npz': {split: rows()[:n] for split, n in sizes.items()}}.items():
+        final, meta, out = prepared(tmp_path, command)
+        assert held(final) == want, command
+        said = 'unit grey last floats ints binary'.split()
+        assert ('become uint8' in out) == (command.split()[1] in said), out
+    assert meta['mean'][0] == 0.485 and 'of 9 images to judge by 9 are copies' in out, out
+
+    blocks = [PROSE[i:i + 50] for i in range(0, len(PROSE), 50)]
     pieces = [piece for _, piece in prepare_data.pieces('train', blocks)]
-    assert ''.join(pieces) == prose and len(pieces) > len(blocks) / 2
+    assert ''.join(pieces) == PROSE and len(pieces) > len(blocks) / 2
     assert all(re.match(r'[\n ][^\s<]', piece) for piece in pieces[1:])  # there a token starts
+    write(tmp_path / 'brief.txt', 'to be or not to be, that is it')
+    assert '--data brief --block-size 2' in prepared(tmp_path, 'text brief.txt')[2]
 
-    write(tmp_path / 'wide.txt', 'third ' * 99)
-    write(tmp_path / 'latin.txt', 'é' * 99, 'latin-1')
-    refused(tmp_path, {
-        'text latin.txt': 'latin.txt / UTF-8', 'text gone.txt': 'no such', 'wide.txt': 'text wide',
-        'text wide.txt': 'far/wide.txt / --name', 'pile': 'none of', 'coco --parts 3': '1 to 2'})
-
-def test_door_tokens(tmp_path):
-    """nanoGPT's bins are copied; ids of another form are told by name."""
+def test_door_refuses_texts_and_arrays(tmp_path):
+    """What has none, or two, is told by name, and what to do."""
     some = np.array([50256, *range(400)], '<u2')
     for name, ids in dict(nano=some, wide=some.astype('<i8'), low=some % 99, empty=some[:0],
                           high=np.array([1, 60000, 2], '<u2'), letters=some).items():
-        (tmp_path / name).mkdir()
-        ids.tofile(tmp_path / name / 'train.bin')
-        np.arange(9, dtype='<u2').tofile(tmp_path / name / 'val.bin')
-    final, meta, _ = prepared(tmp_path, 'tokens nano --tokenizer gpt2')
-    assert (np.fromfile(final / 'train.bin', '<u2') == some).all()
-    assert meta | dict(format=1, kind='tokens', tokenizer='gpt2', vocab_size=50257, train=401,
-                       val=9) == meta
+        save_ids(tmp_path / name, ids)
     write(tmp_path / 'empty/val.bin', '123')
     write(tmp_path / 'letters/meta.pkl', '')
+    write(tmp_path / 'latin.txt', 'é' * 99, 'latin-1')
+    write(tmp_path / 'wide.txt', 'no mark' * 99, 'utf-16-le')
+    write(tmp_path / 'few.txt', 'few')
+    good, file = dict(images=PIXELS, labels=LABELS), 'train.npz'
+    for name, more in dict(
+            nan=dict(labels=np.full(30, np.nan)), minus=dict(labels=LABELS - 1), sizes={},
+            scaled=dict(images=PIXELS / 255 - 0.5), deep=dict(images=PIXELS * 2.0), zero={},
+            two=dict(fine_label=LABELS), objects=dict(labels=LABELS.astype(object)), one={},
+            spaces=dict(labels=np.array(['cup', 'cup ', 'pen'])[LABELS]), twice={},
+            point=dict(images=np.array(3))).items():
+        save(tmp_path / name / file, **good | more)
+    save(tmp_path / 'sizes/test.npz', images=PIXELS[..., :3], labels=LABELS + 9)
+    save(tmp_path / 'twice/x_train.npz', **good)
+    (tmp_path / 'one' / file).write_bytes(b'PK')
+    (tmp_path / 'lone').mkdir()
+    for split in 'val', 'test':
+        save(tmp_path / f'lone/{split}.npz', **good)
+    write(tmp_path / 'zero/meta.json', '{"classes": [null, []]}')
+    write(tmp_path / 'none/labels.csv', 'a,b')
     refused(tmp_path, {
+        'text latin.txt': 'latin.txt / UTF-8 / --encoding latin-1', 'text gone.txt': 'no such',
+        'text wide.txt': 'zeros / utf-16-le', 'wide.txt': 'text wide', 'pile': 'none of',
+        'text latin.txt --encoding x': 'unknown encoding', 'text few.txt': '1 to validate on',
+        'cifar': 'did you mean cifar10', 'photo nano': 'photos?', 'coco --parts 3': '1 to 2',
         'tokens wide': 'train.bin / uint16', 'tokens high': 'id 60000, first at 1 / header',
         'tokens low': 'no id exceeds 98', 'tokens empty': ' 0 bytes / 3 bytes / faults: 2',
-        'tokens letters': 'text letters/input.txt', 'tokens nano --tokenizer bytes': 'another'})
-
-def test_door_arrays(tmp_path):
-    """Greys, channels at the end, columns of labels have one meaning; val beside test validates."""
-    pixels = np.random.RandomState(0).randint(0, 255, (30, 3, 4, 4)).astype(np.uint8)
-    numbers = np.arange(30) % 3
-    def save(name, images=pixels, labels=numbers):
-        (tmp_path / name).mkdir(exist_ok=True)
-        np.savez(tmp_path / name / 'train.npz', images=images, labels=labels)
-    held = np.arange(30) % 10 == 0
-    for name, given, want in (
-            ('plain', pixels, pixels), ('last', pixels.transpose(0, 2, 3, 1), pixels),
-            ('grey', pixels[:, 0], pixels[:, :1].repeat(3, 1))):
-        save(name, given, numbers[:, None])
-        final, meta, _ = prepared(tmp_path, f'arrays {name}')
-        for split, rows in ('train', ~held), ('test', held):
-            with np.load(final / f'{split}.npz') as file:
-                assert (file['images'] == want[rows]).all() and file['images'].dtype == np.uint8
-                assert (file['labels'] == numbers[rows]).all(), (name, split)
-        assert meta['classes'] == ['0', '1', '2'] and meta['mean'][0] == 0.485
-    sizes = dict(train=9, val=6, test=3)
-    np.savez(tmp_path / 'medmnist.npz',
-             **{f'{split}_images': pixels[:n] for split, n in sizes.items()},
-             **{f'{split}_labels': numbers[:n, None] for split, n in sizes.items()})
-    meta = prepared(tmp_path, 'arrays medmnist.npz')[1]
-    assert meta | sizes == meta
-
-    save('nan', labels=np.full(30, np.nan))
-    save('minus', labels=numbers - 1)
-    save('float', pixels / 255)
-    save('sizes')
-    np.savez(tmp_path / 'sizes/test.npz', images=pixels[..., :3], labels=numbers + 9)
-    write(tmp_path / 'empty/labels.csv', 'a,b')
-    refused(tmp_path, {
+        'tokens letters': 'text letters/input.txt',
         'arrays nan': 'labels are float64', 'arrays minus': 'label -1 of image 0',
-        'arrays float': 'float64 / from 0 to 255', 'arrays empty': 'no train.npz / csv',
-        'arrays sizes': 'test.npz / (30, 3, 4, 3) / label 9'})
+        'arrays scaled': 'float64 / from 0 to 255', 'arrays deep': 'float64',
+        'arrays none': 'no train.npz / csv', 'arrays one': 'one/train.npz cannot be read',
+        'arrays sizes': 'test.npz / (30, 3, 4, 3) / label 9', 'arrays zero': '"classes"',
+        'arrays two': 'may be labels, or fine_label', 'arrays objects': 'objects/train.npz',
+        'arrays spaces': '"cup" and "cup "', 'arrays twice': 'x_train.npz has what',
+        'arrays lone': 'no train', 'arrays point': 'point/train.npz'})
+
+def test_door_makes_data_again(tmp_path):
+    """The same command does so, always; another does not, unless the place has moved."""
+    source, far = tmp_path / 'notes.txt', tmp_path / 'far/notes.txt'
+    write(source, TEXT)
+    final, meta, out = prepared(tmp_path, 'text notes.txt')
+    assert 'anew' not in out
+    (final / 'train.bin').write_bytes(b'cut')
+    for text, said in (TEXT, 'are the same'), (TEXT + 'more', 'are others'):
+        write(source, text)
+        _, again, out = prepared(tmp_path, 'text notes.txt')
+        assert said in out and (again == meta) == (text == TEXT), out
+    far.parent.mkdir()
+    source.rename(far)
+    assert 'are the same' in prepared(tmp_path, 'text far/notes.txt')[2]
+    write(source, 'another ' * 99)
+    refused(tmp_path, dict.fromkeys(
+        ['text notes.txt', 'text far/notes.txt --tokenizer gpt2'], 'far/notes.txt / --name'))
+    far.unlink()
+    refused(tmp_path, {'text notes.txt': 'far/notes.txt / --name'})
+    (final / 'meta.json').write_text('{')
+    refused(tmp_path, {'text notes.txt': 'not made by this version'})
 
 @wants('PIL')
 def test_door_opens_photos_as_viewers_do(tmp_path):
@@ -2298,101 +2384,112 @@ def test_door_opens_photos_as_viewers_do(tmp_path):
         assert prepare_data.open_photo(file, bits=bits).getpixel((0, 0)) == want
 
 @wants('PIL')
-def test_door_photos(tmp_path):
+def test_door_reads_photos(tmp_path):
     """Classes and splits are told from folders; photos stay where they are."""
-    def classes(folder, names='cat dog', first=0, n=10):
-        for k, name in enumerate(names.split()):
-            for i in range(first, first + n):
-                paint(tmp_path / folder / name / f'{i}.png', flat(8, 12, (i, 9 * k, len(folder))))
-    classes('pets')
-    before, checksums = contents(tmp_path / 'pets'), set()
-    for folder in 'pets', 'beasts':  # its name later
-        (tmp_path / 'pets').rename(tmp_path / folder)
-        final, meta, _ = prepared(tmp_path, f'photos {folder} --name pets')
-        for split, n in ('train', 18), ('test', 2):
-            with np.load(final / f'{split}.npz') as file:
-                assert len(file['images']) == meta[split] == n, (folder, split)
-                places = [pathlib.Path(path).parts[-3:-1] for path in file['images']]
-                assert places == [(folder, 'cat dog'.split()[k]) for k in file['labels']], places
-        checksums.add(meta['checksum'])
-        assert contents(tmp_path / folder) == before and (final / 'look.png').exists()
-    assert len(checksums) == 1 and meta['classes'] == ['cat', 'dog'], meta
-
-    for name, train, judged in ('a', 'train', 'valid'), ('b', 'x/seg_train', 'x/seg_test'):
-        classes(f'{name}/{train}')
-        classes(f'{name}/{judged}', first=20, n=5)
-        meta = prepared(tmp_path, f'photos {name}')[1]
-        assert (meta['train'], meta['test'], meta.get('val')) == (20, 10, None), name
-    classes('a/test', first=40, n=3)
-    shutil.copy(tmp_path / 'a/train/dog/1.png', tmp_path / 'a/valid/dog/9.png')
-    _, meta, out = prepared(tmp_path, 'photos a')
-    assert meta | dict(train=20, val=11, test=6) == meta
-    assert 'anew' in out and ' 1 are copies' in out, out
-    classes('odd', 'bus train')  # a class may be called so
+    def rows(folder, numbers, names='cat dog'):
+        return [(name, (pathlib.Path(folder).name, name, f'{i}.png'))
+                for name in names.split() for i in numbers]
+    paint_classes(tmp_path / 'pets')
+    ten, held_out = range(10), {('cat', 0), ('dog', 0)}
+    before, pets = contents(tmp_path / 'pets'), rows('pets', ten)
+    for name, *folders in (('a', 'train', 'valid'), ('b', 'x/seg_train', 'x/seg_test'),
+                           ('three', 'train', 'valid', 'test')):
+        for first, n, folder in zip((0, 20, 40), (10, 5, 3), folders):
+            paint_classes(tmp_path / name / folder, first=first, n=n)
+    shutil.copy(tmp_path / 'a/train/dog/1.png', tmp_path / 'a/valid/dog/20.png')
+    paint_classes(tmp_path / 'odd', 'bus train')  # a class may be called so
     paint(tmp_path / 'odd/bus/5.png', np.full((8, 8), 3000, np.uint16))
-    paint(tmp_path / 'odd/train/5.jpg', flat(8, 12, 5), turned=6)
-    _, meta, out = prepared(tmp_path, 'photos odd')
-    assert (meta['bits'], meta['classes']) == (12, ['bus', 'train']) and '1 are turned' in out
+    paint(tmp_path / 'odd/train/5.png', flat(8, 12, 5), turned=6)
+    paint(tmp_path / 'odd/train/6.png', np.full((8, 12, 4), 99, np.uint8))
+    write(tmp_path / 'odd/train/notes.txt', '')
+    write(tmp_path / 'odd/.cache/1.png', '')
+    (tmp_path / 'odd/van').mkdir()
+    for command, want, said in (
+            ('pets', dict(train=[x for x in pets if x[1][2] != '0.png'],
+                          test=[x for x in pets if x[1][2] == '0.png']), ['one split']),
+            ('a', dict(train=rows('train', ten), test=rows('valid', range(20, 25))),
+             ['of 10 photos to judge by 1 are copies']),
+            ('b', dict(train=rows('seg_train', ten), test=rows('seg_test', range(20, 25))), []),
+            ('three', dict(train=rows('train', ten), val=rows('valid', range(20, 25)),
+                           test=rows('test', range(40, 43))), []),
+            ('odd', None, ['1 are turned', '12 bits become 8', '1 are transparent', '1 .txt',
+                           'such as .cache', 'odd/van is an empty folder'])):
+        final, meta, out = prepared(tmp_path, f'photos {command}')
+        assert want in (None, held(final)), (command, held(final))
+        assert all(word in out for word in said), (command, out)
+        assert (final / 'look.png').exists()
+    assert (meta['bits'], meta['classes']) == (12, ['bus', 'train'])
+    assert contents(tmp_path / 'pets') == before
+    checksum = prepared(tmp_path, 'photos pets')[1]['checksum']
+    (tmp_path / 'pets').rename(tmp_path / 'beasts')
+    final, meta, _ = prepared(tmp_path, 'photos beasts --name pets')
+    assert meta['checksum'] == checksum and held(final)['test'][0][1][0] == 'beasts'
 
-    classes('beside/train')
-    classes('beside/green', 'dark')
-    classes('lacks/train')
-    classes('lacks/val', 'cat eel')
-    classes('broken')
+@wants('PIL')
+def test_door_refuses_photos(tmp_path):
+    """What could be meant otherwise is told; photos that cannot be read can be left out."""
+    paint_classes(tmp_path / 'beside/train')
+    paint_classes(tmp_path / 'beside/green', 'dark')
+    paint_classes(tmp_path / 'lacks/train')
+    paint_classes(tmp_path / 'lacks/val', 'cat eel')
+    paint_classes(tmp_path / 'lone/val')
+    paint_classes(tmp_path / 'lone/test', first=20)
+    paint_classes(tmp_path / 'spaces', 'cat dog')
+    (tmp_path / 'spaces/dog').rename(tmp_path / 'spaces/cat ')
+    paint_classes(tmp_path / 'data')
+    paint_classes(tmp_path / 'broken')
     for i in range(5):
         write(tmp_path / f'broken/cat/{i}.png', 'x')
     refused(tmp_path, {
-        'photos beside': 'train / green', 'photos lacks': 'eel', 'photos a/train/cat': 'CLASS/',
-        'photos a --name pets': 'another / --name',
-        'photos broken': 'cat/1.png / cat/2.png / faults: 5 (5 photos)'})
-
-def objects_set(root, change=lambda content: None, size=(20, 40), turned=1, form='coco'):
-    """On each photo a cup (id, 5, 20, 10) and a pen (30, 8, 4, 10), as COCO or Roboflow has them."""
-    for split, ids in ('train', (1, 2, 3)), ('val', (4,)):
-        folder = f'{split}2017' if form == 'coco' else split
-        content = dict(images=[], annotations=[], categories=[
-            dict(id=3, name='cup'), dict(id=7, name='pen')])
-        for id in ids:
-            paint(root / folder / f'{id}.png', flat(*size, id), turned)
-            content['images'].append(dict(id=id, file_name=f'{id}.png', width=40, height=20))
-            content['annotations'] += [
-                dict(id=10 * id + category, image_id=id, category_id=category, bbox=box,
-                     area=box[2] * box[3], iscrowd=0)
-                for category, box in ((3, [id, 5, 20, 10]), (7, [30, 8, 4, 10]))]
-        change(content)
-        file = 'annotations/instances_{}.json' if form == 'coco' else '{}/_annotations.coco.json'
-        write(root / file.format(folder), json.dumps(content))
+        'photos beside': 'train / green', 'photos lacks': 'eel',
+        'photos lacks/train/cat --name x': 'CLASS/',
+        'photos lone': 'val and test / no train', 'photos spaces': '"cat" and "cat "',
+        'photos data': 'move or rename', 'photos .': 'move or rename',
+        'photos broken': 'cat/1.png / cat/2.png / faults: 5 (5 photos) / --skip-faults'})
+    _, meta, out = prepared(tmp_path, 'photos broken --skip-faults')
+    assert meta['train'] + meta['test'] == 15 and out.count('fault ') == 5, out
+    assert '5 photos are left out' in out
 
 @wants('PIL')
-def test_door_objects(tmp_path):
+def test_door_reads_objects(tmp_path):
     """The same boxes from COCO, Roboflow, and from what has one meaning."""
-    def backwards(content):
-        for a in content['annotations']:
-            x, y, w, h = a['bbox']
-            a.update(bbox=[x + w, y + h, -w, -h], area=None)
+    def each(what, change):
+        return lambda content: [one.update(change(one)) for one in content[what]]
+    def turn(one):
+        x, y, w, h = one['bbox']
+        return dict(bbox=[x + w, y + h, -w, -h], area=None)
+    def ids(number):
+        def change(content):
+            each('images', lambda one: dict(id=number(one['id'])))(content)
+            each('annotations', lambda one: dict(image_id=number(one['image_id'])))(content)
+        return change
     def beyond(content):
         content['annotations'][0].update(bbox=[-3, 10.5, 60, 20], iscrowd=1)
+    def boxes(*numbers):
+        return [(str(i), [('cup', [i, 5, 20, 10], 200, 0), ('pen', [30, 8, 4, 10], 40, 0)])
+                for i in numbers]
+    want = dict(train=boxes(1, 2, 3), val=boxes(4))
+    texts = each('annotations', lambda one: dict(
+        category_id=str(one['category_id']), bbox=[*map(str, one['bbox'])], iscrowd='0'))
     for name, more in dict(
-            coco={}, roboflow=dict(form='roboflow'), backwards=dict(change=backwards),
-            stored=dict(turned=6), turned=dict(size=(40, 20), turned=6)).items():
+            coco={}, roboflow=dict(form='roboflow'), backwards=dict(change=each('annotations', turn)),
+            texts=dict(change=texts), words=dict(change=ids(lambda i: f'image {i}')),
+            large=dict(change=ids(lambda i: 2 ** 53 + i)), stored=dict(turned=6),
+            nameless=dict(change=lambda content: [one.pop('id') for one in content['annotations']]),
+            turned=dict(size=(40, 20), turned=6)).items():
         objects_set(tmp_path / name, **more)
-        final, meta, _ = prepared(tmp_path, f'objects {name}')
-        assert [x for x in meta['classes'] if x] == ['cup', 'pen']
-        assert meta | dict(train=3, val=1, bits=8) == meta
-        for split, ids in ('train', (1, 2, 3)), ('val', (4,)):
-            content = json.loads((final / f'{split}.json').read_text())
-            for id, photo in zip(ids, content['images'], strict=True):
-                assert pathlib.Path(photo['file_name']).name == f'{id}.png', photo
+        final, meta, out = prepared(tmp_path, f'objects {name}')
+        assert held(final) == want, (name, held(final))
+        for split in want:
+            for photo in json.loads((final / f'{split}.json').read_text())['images']:
                 shown = prepare_data.open_photo(photo['file_name'], (40, 20))
                 assert shown.size == (photo['width'], photo['height']) == (40, 20), photo
-                own = [a for a in content['annotations'] if a['image_id'] == photo['id']]
-                close([a['bbox'] for a in own], [[id, 5, 20, 10], [30, 8, 4, 10]], 1e-5)
-                close([a['area'] for a in own], [200, 40], 1e-4)
-                assert [meta['classes'][a['category_id']] for a in own] == ['cup', 'pen']
+                assert type(photo['id']) is int, photo
+        assert (meta['bits'], (final / 'look.png').exists()) == (8, True)
+        assert ('of 6 boxes 6 are drawn' in out) == (name == 'backwards'), out
     objects_set(tmp_path / 'beyond', beyond)
     final = prepared(tmp_path, 'objects beyond')[0]  # boxes stay as they are
-    first = json.loads((final / 'train.json').read_text())['annotations'][0]
-    assert (first['bbox'], first['iscrowd']) == ([-3, 10.5, 60, 20], 1)
+    assert held(final)['train'][0][1][0][1:] == ([-3, 10.5, 60, 20], 200, 1)
     shutil.rmtree(tmp_path / 'coco/val2017')  # every tenth is held out
     assert prepared(tmp_path, 'objects coco --name one')[1]['val'] == 1
 
@@ -2409,14 +2506,29 @@ def test_door_refuses_objects(tmp_path):
         'far': (one('annotations', bbox=[90, 1, 5, 5]), 'outside'),
         'category': (one('annotations', category_id=5), 'category_id 5'),
         'crowd': (one('annotations', iscrowd='x'), 'iscrowd x'),
-        'size': (one('images', width=9), 'pixels'), 'twice': (one('images', id=1), 'has this id'),
+        'size': (one('images', width=9), 'pixels'), 'flat': (one('images', width=0), 'no width'),
+        'twice': (one('images', id=1), 'has this id'),
+        'alike': (one('categories', name='cup '), '"cup" and "cup "'),
+        'unnamed': (one('categories', name=''), 'category 7 has no name'),
         'form': (lambda content: content.pop('images'), "not in COCO's form"),
-        'stray': (one('annotations', image_id=99), 'id 99'),
+        'null': (lambda content: content.update(annotations=None), "not in COCO's form"),
+        'stray': (one('annotations', image_id=99), 'id 99'), 'two': (dict, 'two/images/train2017'),
         'gone': (one('images', file_name='x.png'), 'train2017/x.png / val2017/x.png / faults: 2'),
         'corners': (corners, 'corners')}
     for name, (change, _) in changes.items():
         objects_set(tmp_path / name, change)
-    refused(tmp_path, {f'objects {name}': words for name, (_, words) in changes.items()})
+    paint(tmp_path / 'two/images/train2017/2.png', flat(20, 40, 9))
+    write(tmp_path / 'bare/1.png', '')
+    refused(tmp_path, {f'objects {name}': words for name, (_, words) in changes.items()} | {
+        'objects bare': "COCO's form"})
+    for name in 'nobox', 'far', 'category', 'crowd', 'size', 'flat', 'gone':
+        shutil.copytree(tmp_path / name / 'train2017', tmp_path / name / 'val2017',
+                        dirs_exist_ok=True)
+        objects_set(tmp_path / name, lambda content: None if 4 in [
+            image['id'] for image in content['images']] else changes[name][0](content))
+        final, meta, out = prepared(tmp_path, f'objects {name} --skip-faults')
+        assert [photo for photo, _ in held(final)['train']] == ['1', '2'], (name, held(final))
+        assert '1 photos are left out' in out and 'fault ' in out, out
 
 @wants('PIL', 'supervision')
 def test_door_names_a_converter(tmp_path):
@@ -2516,11 +2628,15 @@ def test_door_refuses_weights(tmp_path):
             ('relu', 'activation_function relu', plain, dict(heads, activation_function='relu')),
             ('untied', 'lm_head', {**plain, 'lm_head.weight': plain['wte.weight'] + 1}, heads),
             ('more', 'h.0.x', {**plain, 'h.0.x': torch.ones(1)}, heads),
+            ('twins', 'model and in ema', dict(model=plain, ema=plain), heads),
+            ('both', 'may be ln_f.bias', {**plain, 'module.ln_f.bias': plain['ln_f.bias']}, heads),
             ('run', 'already', dict(model=plain, config=dict(attention='belief')), heads),
             ('code', 'Path / could run code', {**plain, 'x': pathlib.Path('x')}, heads)):
         write(tmp_path / name / 'config.json', json.dumps(config))
         torch.save(tensors, tmp_path / name / 'pytorch_model.bin')
         told[f'weights {name}'] = words
+    write(tmp_path / 'parts/model.safetensors.index.json', '{}')
+    told['weights parts'] = 'shards'
     far = raw.replace(b'"data_offsets": [0, ', b'"data_offsets": [9, ')
     for n, wrong in enumerate((raw[:-9999], raw[:5], far, b'<!doctype html>' * 99)):
         (tmp_path / f'{n}.safetensors').write_bytes(wrong)
