@@ -576,7 +576,7 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def stream(name, *numbers):
-    """Random numbers for one purpose. The last 1 is needed: NumPy ignores zeros at a seed's end."""
+    """Random numbers for one purpose. To NumPy, [7] and [7, 0] are the same seed: hence the 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y) of its box, 0 to 1, a shape covers. It must touch all four sides of the box.

@@ -337,8 +337,10 @@ class ShiftedPatchEmbed(nn.Module):
         # padding on the left, right, top and bottom; -1 cuts a column or row off
         shifts = [(0, 0, 0, 0), (1, -1, 0, 0), (-1, 1, 0, 0), (0, 0, 1, -1), (0, 0, -1, 1)]
         x = torch.cat([F.pad(images, shift) for shift in shifts], dim=1)  # (B, 15, H, W)
+        # a token is made from one patch: 15 values of its first pixel, 15 of its second, ...
         x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, 15, h, p, w, p), h = H / p
-        x = x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, h w, p p 15)
+        x = x.permute(0, 2, 4, 3, 5, 1)  # (B, h, w, p, p, 15)
+        x = x.flatten(3).flatten(1, 2)  # (B, h w, p p 15)
         return self.proj(self.norm(x))
 
 class Mlp(nn.Module):
@@ -421,15 +423,21 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from the seed and its name alone, so that it starts equal in all variants
-        that have it. The distributions are the originals'."""
+        """Initialise p by seed and name alone: layers that variants share start equal. As in the
+        originals, where `uniform` is PyTorch's own:
+
+                        cls_token, pos_embed   matrices           their biases   convolutions
+            shifted     normal, std 1          uniform            uniform        (none)
+            deit        truncated normal       truncated normal   0              uniform
+            deit-local  Xavier normal          Xavier normal      uniform        uniform
+        """
         model, bias = self.config.model, name.endswith('.bias')
         rng = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         owner = self.get_submodule(name.rpartition('.')[0])  # of cls_token and pos_embed: self
         if model == 'shifted' and owner is self:
             p.normal_(generator=rng)
         elif model == 'shifted' or isinstance(owner, nn.Conv2d) or (model == 'deit-local' and bias):
-            bound = owner.weight[0].numel() ** -0.5  # PyTorch's own
+            bound = owner.weight[0].numel() ** -0.5
             p.uniform_(-bound, bound, generator=rng)
         elif model == 'deit-local':
             for part in p.chunk(3) if 'qkv' in name else [p]:  # q, k and v, each by itself
@@ -451,7 +459,7 @@ class ViT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """Random numbers for one purpose. The last 1 is needed: NumPy ignores zeros at a seed's end."""
+    """Random numbers for one purpose. To NumPy, [7] and [7, 0] are the same seed: hence the 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Roughly the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
@@ -524,9 +532,10 @@ def load_data(c):
     else:
         folder, meta = read_meta(c.data, 'arrays', 'photos')
         splits = {}
-        for split in {'train', 'val', 'test'} & meta.keys():  # meta counts each split's images
-            with np.load(folder / f'{split}.npz') as file:
-                splits[split] = file['images'], file['labels']
+        for split in 'train', 'val', 'test':
+            if split in meta:  # as the number of its images
+                with np.load(folder / f'{split}.npz') as file:
+                    splits[split] = file['images'], file['labels']
     if 'val' not in splits:  # it is cut off the training images
         images, labels = splits['train']
         order = stream('split').permutation(len(labels))
@@ -538,8 +547,9 @@ def load_data(c):
     return SimpleNamespace(**splits, meta=meta)
 
 def spread(total, n):
-    """Row numbers of n of `total` images, evenly spread; all if n is 0, or too large."""
-    return np.unique(np.linspace(0, total - 1, n or total).astype(np.int64))
+    """Row numbers of n of `total` images, evenly spread; all if n is 0."""
+    rows = np.linspace(0, total - 1, n or total).astype(np.int64)
+    return np.unique(rows)  # if n is above total, some are equal
 
 # ------------------------------------ images ------------------------------------
 POOL = ThreadPoolExecutor()  # it decodes photos
@@ -585,8 +595,8 @@ def normalise(images, size, meta, device='cpu'):
     if images.ndim == 1:
         bits = meta.get('bits', 8)
         images = np.stack(list(POOL.map(lambda path: read_photo(path, size, bits), images)))
-    colours = torch.tensor([meta['mean'], meta['std']], device=device)
-    mean, std = 255 * colours.view(2, 3, 1, 1)  # of bytes
+    mean = 255 * torch.tensor(meta['mean'], device=device).view(3, 1, 1)  # of bytes
+    std = 255 * torch.tensor(meta['std'], device=device).view(3, 1, 1)
     x = (torch.from_numpy(images).to(device).float() - mean) / std
     if x.shape[2:] != (size, size):
         x = F.interpolate(x, (size, size), mode='bicubic', antialias=True)
@@ -635,18 +645,18 @@ def randaugment(image, which, sign, at_y, at_x, policy):
 def augment(x, chance, c, size, bits):
     """The path of a photo -> a random part of it (3, size, size); an image (3, H, W) -> the same,
     shifted by up to 4 pixels each way. c.randaugment changes it, c.flip mirrors half of all.
-    `chance`: random numbers from 0 to 1: four or two for the place, one to mirror, eight for
-    randaugment."""
+    `chance`: random numbers from 0 to 1. The first four (two for an image) are for the place, the
+    next is to mirror, the last eight are for randaugment."""
     photo = isinstance(x, str)
     n = 4 if photo else 2
-    place, mirror, dice = chance[:n], chance[n], chance[n + 1:]
+    place, mirror = chance[:n], chance[n]
     if photo:
         x = read_photo(x, size, bits, place)
     if c.randaugment != 'none':
         from PIL import Image
         image = Image.fromarray(x.transpose(1, 2, 0))
-        image = randaugment(image, *dice[:4], c.randaugment)
-        image = randaugment(image, *dice[4:], c.randaugment)
+        image = randaugment(image, *chance[-8:-4], c.randaugment)
+        image = randaugment(image, *chance[-4:], c.randaugment)
         x = np.asarray(image).transpose(2, 0, 1)
     if not photo:
         top, left = [int(9 * number) for number in place]
@@ -681,16 +691,22 @@ def get_batch(data, c, step, micro_step, device):
     images, labels = data.train
     n, photos, bits = len(labels), images.ndim == 1, data.meta.get('bits', 8)
     per_step = c.grad_accum_steps * c.batch_size  # 2 x 32 are the same images as 1 x 64
-    begin = step * per_step  # the step's first image, counted over all epochs
-    rows = range(micro_step * c.batch_size, (micro_step + 1) * c.batch_size)  # in this step
-    index = [shuffled(c.seed, (begin + row) // n, n)[(begin + row) % n] for row in rows]
-    numbers = 13 if photos and c.randaugment != 'none' else 11  # of `chance`, for each image
-    chance = stream('chance', c.seed, step).random((per_step, numbers))
+    first = step * per_step + micro_step * c.batch_size  # the first image, counted over all epochs
+    index = []
+    for i in range(first, first + c.batch_size):
+        epoch, place = divmod(i, n)
+        index.append(shuffled(c.seed, epoch, n)[place])
     size = c.image_size
     if c.first_size:  # two patches more every five epochs
-        size = min(size, c.first_size + 2 * c.patch_size * (begin // (5 * n)))
+        epoch = step * per_step // n
+        size = min(size, c.first_size + 2 * c.patch_size * (epoch // 5))
+    numbers = 13 if photos and c.randaugment != 'none' else 11  # for an image; not all are used
+    chance = stream('chance', c.seed, step).random((c.grad_accum_steps, c.batch_size, numbers))
+
+    def example(i, numbers):
+        return augment(images[i], numbers, c, size, bits)
     apply = POOL.map if photos else map  # only decoding photos gains from threads
-    x = apply(lambda i, row: augment(images[i], chance[row], c, size, bits), index, rows)
+    x = apply(example, index, chance[micro_step])
     x = normalise(np.stack(list(x)), size, data.meta, device)
     y = torch.from_numpy(labels[index]).to(device)
     lam = 1.0
@@ -881,30 +897,32 @@ def train(c, folder=None, data=None):
 
 # ------------------------------------ report, predict ------------------------------------
 def report(c, model, log, folder, data):
-    """Print the result beside a linear model's and the majority class's, and draw the curves."""
+    """Print the result beside a linear model's and that of one class for all; draw the curves."""
     images, labels = data.test
     model.load_state_dict(load(folder / 'best.pt')['model'])  # it held the last weights
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
-    majority = np.bincount(labels).max() / len(labels)
+    commonest = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
           f'best weights {accuracy:.1%}\n        (a linear model on the same pixels: '
-          f'{linear_accuracy(data):.1%}, always the majority class: {majority:.1%})')
+          f'{linear_accuracy(data):.1%}, always the commonest class of the test set: '
+          f'{commonest:.1%})')
     draw(draw_curves, folder / 'curves.png', log, {
         'training loss (nats per image)': 'loss', 'validation accuracy (0 to 1)': 'val_acc'})
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
           f'next    python {SCRIPT}.py predict --folder "{folder}" --images PHOTO ...')
 
 def linear_accuracy(data):
-    """Test accuracy of ridge regression on the pixels of up to 10,000 images, evenly spread."""
+    """Test accuracy of a linear model on the pixels, fitted to up to 10,000 training images."""
     def pixels_and_labels(images, labels):
         rows = spread(len(labels), 10000)
         x = normalise(images[rows], 32, data.meta).flatten(1)
         return F.pad(x, (0, 1), value=1.0), torch.from_numpy(labels[rows])  # a 1 for the bias
-    x, y = pixels_and_labels(*data.train)  # (N, 3 32^2 + 1), (N,)
+    x, y = pixels_and_labels(*data.train)  # (N, D), (N,), D = 3 32^2 + 1
     test_x, test_y = pixels_and_labels(*data.test)
-    ridge = x.T @ x + len(x) * torch.eye(x.size(1))
-    weights = torch.linalg.solve(ridge, x.T @ F.one_hot(y).float())
-    return ((test_x @ weights).argmax(1) == test_y).float().mean().item()
+    # ridge regression: W makes ||x W - one_hot(y)||^2 + N ||W||^2 smallest
+    ridge = x.T @ x + len(x) * torch.eye(x.size(1))  # (D, D)
+    W = torch.linalg.solve(ridge, x.T @ F.one_hot(y).float())  # (D, classes)
+    return ((test_x @ W).argmax(1) == test_y).float().mean().item()
 
 @torch.no_grad()
 def predict(c):
