@@ -3185,8 +3185,9 @@ def test_diagnose_of_runs(tmp_path):
     plain = done(gpt, *flags)
     end = run(diagnose, plain['folder'])
     assert f'{end.result["1.mh"]:10.4f}' in end.out and 'longer_out' in end.out, end.out
-    end = run(diagnose, done(detr, *tiny(detr, tmp_path, *CPU))['folder'])
-    assert 'cross_relu' in end.out, end.out
+    folder = done(detr, *tiny(detr, tmp_path, *CPU))['folder']
+    assert 'cross_relu' in run(diagnose, folder).out
+    assert done(importlib.import_module('iterations'), folder, '--ridge', 3)[3.0][0] == 4
     end = run(diagnose, done(mask, *short_run(mask, tmp_path, *CPU))['folder'])
     assert 'is not a run of attentionx_gpt, belief_vit, admm_detr' in end.err, end
     row, = done(compare, 'attentionx_gpt', *flags, '--diagnose', '--seeds', '1337', '--csv',
