@@ -68,8 +68,8 @@ def fail(message):
 
 # ------------------------------------ MA's method ------------------------------------
 # A kind of mask, kind:N in --masks, has two functions. The first says whether token i sees token j;
-# masks_at adds j <= i. The second gives its reach (last, first): which of the last and of the first
-# tokens it may show. None says that it may show any. In blocked_attention every mask has a reach.
+# masks_at adds j <= i. The second gives its reach (last, first): it shows none but the last `last`
+# and the first `first` tokens. None: it may show any, and is not for blocked_attention.
 KINDS = {
     'all': (lambda i, j, n: j <= i, None),                         # every token, whatever N is
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
@@ -100,8 +100,7 @@ def parse_masks(masks):
     return parsed
 
 def check_masks(masks):
-    """Stop now, and not after a teacher's training, if a kind does not work or a mask is there
-    twice."""
+    """If a kind does not work, or a mask is there twice, stop before a teacher is trained."""
     j = torch.arange(1024)
     i = j[:, None]
     parsed = parse_masks(masks)
@@ -547,7 +546,8 @@ def load_pair(path, device='cpu'):
 def train_teacher(c):
     """Train the teacher of c's students, or finish it -> its last metrics, log and folder. What it
     depends on names its run: settings, data and this file's text. So a command finds its teacher,
-    and an edited script trains another (or takes the old one's best.pt with --init)."""
+    and an edited script trains another (or takes the old one's best.pt with --init). Two commands
+    that run at once need one that is there."""
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
     own = {name: getattr(c, name) for name in TEACHER}
     given = {name: x for name, x in own.items() if x != getattr(Config, name)}
@@ -597,6 +597,7 @@ def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
+    # the 1 at the end of both seeds says nothing: it repeats the runs in experiments/results.md
     rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])
     drawn = rng.integers(c.samples or n, size=size)[micro_step]
     if c.samples:  # drawn are indices of samples, whose starts are always the same
