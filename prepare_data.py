@@ -35,12 +35,10 @@ import argparse
 import contextlib
 import difflib
 import filecmp
-import glob
 import hashlib
 import io
 import itertools
 import json
-import lzma
 import math
 import os
 import re
@@ -77,7 +75,7 @@ def stop_at_faults(path):
     kinds = defaultdict(list)
     for kind, message, _ in FAULTS:
         kinds[kind].append(message)
-    hint = '; --skip-faults leaves such photos out' * any(of for *_, of in FAULTS)
+    hint = '; --skip-faults leaves out what has faults' * any(of for *_, of in FAULTS)
     if len(FAULTS) == 1:
         fail(message + hint)
     for message in [message for found in kinds.values() for message in found[:3]][:20]:
@@ -187,7 +185,7 @@ def prepare(args):
     final = DATA / 'weights' / f'{args.name}.pt' if make is weights else DATA / args.name
     source, old = describe_source(args), read_final(final)
     had = old.get('source', source)
-    moved = had['place'] != source['place']
+    moved = had['place'] != source['place']  # which is meant if it is gone, and contents are equal
     another = (f'{final} is another, made by `{had["command"]} {had["place"]}`: give a --name, or '
                'delete it if you can do without it')
     if had['command'] != source['command'] or moved and os.path.exists(had['place']):
@@ -229,8 +227,8 @@ def describe_source(args):
     given = args.path or (None if args.verify else args.local)
     command = args.what + ''.join(
         f' --{key} {x}' for key, x in vars(args).items()
-        if key in ('tokenizer', 'encoding', 'parts', 'heads') and x not in (None, 1))
-    command += ' --skip-faults' * args.skip_faults + ' --no-verify' * (not args.verify)
+        if key in ('tokenizer', 'parts', 'heads') and x not in (None, 1))
+    command += '' if args.verify else ' --no-verify'
     return dict(command=command, place=os.path.abspath(given) if given else '')
 
 def read_final(final):
@@ -245,10 +243,10 @@ def read_final(final):
 
 def remove_leftovers(final):
     """Delete what killed runs left behind, if it is older than an hour."""
-    for part in map(Path, glob.glob(f'{glob.escape(str(final))}.part-*')):
+    for part in final.parent.glob('*.part-*'):
         with contextlib.suppress(OSError):
             newest = max(os.stat(path).st_mtime for path in (part, *part.rglob('*')))
-            if newest < time.time() - 3600:
+            if part.stem == final.name and newest < time.time() - 3600:
                 shutil.rmtree(part)
                 note(f'{part}, which a killed run had left, is removed')
 
@@ -350,7 +348,9 @@ def gather(args, files):
                     download(urls, path, size, digest)
     try:
         yield paths
-    except DAMAGED as error:
+    except (OSError, ImportError):  # a full disk, a package that is missing
+        raise
+    except Exception as error:  # what archives raise, and what is none: half a dozen kinds
         for path, (_, digest, *_) in zip(paths, files):
             if not args.local and not digest:
                 path.unlink()  # perhaps a login page: get it anew next time
@@ -449,13 +449,14 @@ def list_files(folder):
     shown, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         place = Path(root).relative_to(folder)
-        shown += [place / name for name in names if not HIDDEN.match(name)]
+        plain = [name for name in names if not HIDDEN.match(name)]
+        shown += [place / name for name in plain]
         hidden += filter(HIDDEN.match, names + folders)
-        if not names and not folders:
-            note(f'{folder / place} is an empty folder')
         here = os.path.realpath(root) + os.sep
         folders[:] = [name for name in folders if not HIDDEN.match(name)  # and no link upwards
                       and not here.startswith(os.path.realpath(os.path.join(root, name)) + os.sep)]
+        if not plain and not folders:
+            note(f'{folder / place} is an empty folder')
     if hidden:
         few = ', '.join(sorted({*hidden})[:5])
         note(f'{folder}: {len(hidden):,} hidden files or folders are left out, such as {few}')
@@ -732,15 +733,20 @@ def as_labels(where, images, labels):
         labels = labels.astype(np.int64)
     if labels.dtype.kind not in 'biuUS' or labels.shape not in [(n,), (n, 1)]:
         return fault('labels', f'{where}: labels are {given}, not {n} whole numbers or names')
-    return labels.reshape(-1).astype(str if labels.dtype.kind in 'US' else np.int64)
+    if labels.dtype.kind in 'US':
+        return labels.reshape(-1).astype(str)
+    if labels.max() >= 10 ** 5:
+        fault('labels', f'{where}: labels are up to {labels.max()}: use 0 to 99999')
+    return labels.reshape(-1).astype(np.int64)
 
 def check_classes(where, names):
     """Names of classes must differ by more than spaces."""
     known = {}
     for name in names:
-        first = known.setdefault(' '.join(name.split()), name)
-        if first is not name:
-            fault('classes', f'{where}: "{first}" and "{name}": are they one class, or two?')
+        plain = ' '.join(name.split())
+        if plain in known:
+            fault('classes', f'{where}: "{known[plain]}" and "{name}": are they one class, or two?')
+        known[plain] = name
 
 def note_copies(what, splits):
     """Say how many to judge by are also trained on. Equal contents are equal numbers."""
@@ -787,10 +793,13 @@ def photos(paths, out, args):
     """CLASS/*, or train/CLASS/* and val/CLASS/* (or test). Folders in a class are part of it."""
     folder, files = paths[0], list_files(paths[0])
     others = [folder / path for path in files if not is_photo(path)]
+    shown = {parent for path in files if is_photo(path) for parent in (folder / path).parents}
     endings = Counter(path.suffix or path.name for path in others).most_common(9)
     if others:
         note(f'{folder}: left out are files that are no photos: '
              + ', '.join(f'{n:,} {ending}' for ending, n in endings))
+    for place in sorted({path.parent for path in others} - {folder, *shown}):
+        note(f'{place} has no photos')
     groups = split_photos(folder, photo_parts(files))
     if not groups:
         stop_at_faults(folder)
@@ -830,6 +839,10 @@ def split_photos(folder, rows):
     deep = {parts[0] for parts, _ in rows if len(parts) > 2}
     splits = {name: split_of(name) for name in sorted(deep) if split_of(name)}
     groups, flat = defaultdict(list), Counter()
+    for split in {*splits.values()}:
+        alike = [name for name in splits if splits[name] == split]
+        if len(alike) > 1:
+            fault('folders', f'{folder}: {" and ".join(alike)} may each be {split}: leave one')
     for parts, path in rows:
         split, inner = (splits.get(parts[0]), parts[1:]) if splits else ('', parts)
         if split is not None and len(inner) > 1:
@@ -960,7 +973,7 @@ def imagenette(paths, out, args):
     return photos([out], out, args)
 
 # ------------------------------------ objects ------------------------------------
-COCO_FILES = (r'annotations/instances_(\w+)\.json|'                # COCO's, CVAT's
+COCO_FILES = (r'annotations/instances_([^/]+)\.json|'             # COCO's, CVAT's
               r'(?:(\w+)/)?_annotations\.coco\.json|result\.json')  # Roboflow's, Label Studio's
 CONVERT = ("`pip install supervision`, then in Python: import supervision as sv; "
            "data = sv.DetectionDataset.{}; "
@@ -1036,10 +1049,11 @@ def read_coco(folder, files):
         try:
             content = json.loads(path.read_bytes())
             for entry in content['categories']:
-                id, name = int(number(entry['id'])), str(entry['name'] or '')
-                if not name:
-                    fault('categories', f'{path}: category {id} has no name')
-                if categories.setdefault(id, name) != name:
+                id, name = number(entry['id']), str(entry['name'] or '')
+                if type(id) is not int or not 0 <= id < 10 ** 5 or not name:
+                    fault('categories', f'{path}: category {entry["id"]} needs an id from 0 to '
+                          '99999, and a name')
+                elif categories.setdefault(id, name) != name:
                     fault('categories', f'{path}: category {id} is {name}, and {categories[id]}, '
                           'too')
             for entry in content['images']:
@@ -1054,11 +1068,8 @@ def read_coco(folder, files):
                 else:
                     fault('ids', f'{where}: image_id {id} is not listed', entry)
         except Exception as error:  # another form, or damaged: half a dozen kinds
-            fault('files', f"{path} is not in COCO's form: {error!r:.200}")
+            fault('files', f"{path} is not in COCO's form: {type(error).__name__}: {error}")
         groups[split_of(split)] += photos.values()
-    if categories and not 0 <= min(categories) <= max(categories) < 10 ** 5:
-        fault('categories', f'{folder}: category ids are {min(categories)} to {max(categories)}: '
-              'use 0 to 99999')
     return groups, dict(sorted(categories.items()))
 
 def listed_photo(folder, roots, path, entry):
@@ -1436,8 +1447,6 @@ DATASETS = {
     'openwebtext': (openwebtext, 'attentionx_gpt.py', '630 MB a part, CC0 (packaging only): GPT', [
         (None, None, f'{OWT}subsets/urlsf_subset{i:02d}.tar') for i in range(21)]),
 }
-DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, KeyError,
-           ValueError)  # what reading a damaged or another archive raises
 OWN = {
     'text': (text_file, 'attentionx_gpt.py', 'FILE in UTF-8'),
     'tokens': (tokens, 'attentionx_gpt.py', 'FOLDER with train.bin and val.bin, as nanoGPT has'),

@@ -2509,7 +2509,7 @@ def test_door_refuses_objects(tmp_path):
         'size': (one('images', width=9), 'pixels'), 'flat': (one('images', width=0), 'no width'),
         'twice': (one('images', id=1), 'has this id'),
         'alike': (one('categories', name='cup '), '"cup" and "cup "'),
-        'unnamed': (one('categories', name=''), 'category 7 has no name'),
+        'unnamed': (one('categories', name=''), 'category 7 needs'),
         'form': (lambda content: content.pop('images'), "not in COCO's form"),
         'null': (lambda content: content.update(annotations=None), "not in COCO's form"),
         'stray': (one('annotations', image_id=99), 'id 99'), 'two': (dict, 'two/images/train2017'),
