@@ -973,15 +973,8 @@ def imagenette(paths, out, args):
     return photos([out], out, args)
 
 # ------------------------------------ objects ------------------------------------
-COCO_FILES = (r'annotations/instances_([^/]+)\.json|'             # COCO's, CVAT's
+COCO_FILES = (r'annotations/instances_([^/]+)\.json|'                # COCO's, CVAT's
               r'(?:(\w+)/)?_annotations\.coco\.json|result\.json')  # Roboflow's, Label Studio's
-CONVERT = ("`pip install supervision`, then in Python: import supervision as sv; "
-           "data = sv.DetectionDataset.{}; "
-           "data.as_coco('new/train', 'new/train/_annotations.coco.json'); "
-           "then: python prepare_data.py objects new")
-OTHER_FORMS = {
-    '.xml': "Pascal VOC's: " + CONVERT.format("from_pascal_voc('photos', 'annotations')"),
-    '.txt': "YOLO's: " + CONVERT.format("from_yolo('images', 'labels', 'data.yaml')")}
 
 def objects(paths, out, args):
     """Photos with boxes in COCO's form -> the same, checked."""
@@ -991,10 +984,8 @@ def objects(paths, out, args):
     used = {photo.path for group in groups.values() for photo in group}
     if not used or not categories:
         stop_at_faults(folder)
-        others = {path.suffix.lower() for path in files}
-        form = [f'. Its {x} files may be {text}' for x, text in OTHER_FORMS.items() if x in others]
         fail(f"{folder}: no photos with boxes in COCO's form (annotations/instances_*.json, or "
-             '_annotations.coco.json beside the photos)' + ''.join(form[:1]))
+             '_annotations.coco.json beside the photos)' + name_converter(files))
     unused = sum(is_photo(path) and folder / path not in used for path in files)
     if unused:
         note(f'{folder}: {unused:,} photos without annotations are left out')
@@ -1003,33 +994,47 @@ def objects(paths, out, args):
     for name, part in zip(('train', 'val'), splits):
         check_boxes(f'{folder}, {name}', part, categories)
     splits, bits = read_photos(splits, args.skip_faults)
+    stop_at_faults(folder)
+    train, val = [{box['category_id'] for photo in part for box in photo.boxes if not box['iscrowd']}
+                  for part in splits]
+    check_classes(folder, [categories[id] for id in sorted(train | val)])
     for name, part in zip(('train', 'val'), splits):
-        if not (FAULTS or any(photo.objects for photo in part)):
+        if not any(photo.objects for photo in part):
             fault('splits', f'{folder}: {name} has no object to find (crowds are none)')
     stop_at_faults(folder)
-    return write_objects(folder, splits, categories, bits, out, args)
+    if val - train:
+        lacking = ', '.join(categories[id] for id in sorted(val - train))
+        note(f'{folder}: no photo to train on shows {lacking}')
+    empty = [photo for part in splits for photo in part if not photo.boxes]
+    if empty:
+        note(f'{folder}: {len(empty):,} of {sum(map(len, splits)):,} photos have no objects')
+    return write_objects(splits, categories, bits, out, args)
 
-def write_objects(folder, splits, categories, bits, out, args):
+def name_converter(files):
+    """What to do with a folder in the form of Pascal VOC or YOLO; '' for others."""
+    endings = {path.suffix.lower() for path in files}
+    for ending, form, call in (
+            ('.xml', "Pascal VOC's", "from_pascal_voc('photos', 'annotations')"),
+            ('.txt', "YOLO's", "from_yolo('images', 'labels', 'data.yaml')")):
+        if ending in endings:
+            return (f'. If its {ending} files are in {form}: `pip install supervision`, then in '
+                    f'Python: import supervision as sv; data = sv.DetectionDataset.{call}; '
+                    "data.as_coco('new/train', 'new/train/_annotations.coco.json'); then: "
+                    'python prepare_data.py objects new')
+    return ''
+
+def write_objects(splits, categories, bits, out, args):
     """Write [photos to train on, to validate on] and their boxes -> what meta.json says of them."""
-    photos, shown, annotations = splits[0] + splits[1], [], []
-    for name, part in zip(('train', 'val'), splits):
+    photos, annotations = splits[0] + splits[1], []
+    names = [dict(id=id, name=name) for id, name in categories.items()]
+    for split, part in zip(('train', 'val'), splits):
         boxes = [dict(image_id=photo.id, **box) for photo in part for box in photo.boxes]
         boxes = [dict(id=n, **box) for n, box in enumerate(boxes, 1)]
         images = [dict(id=photo.id, file_name=final_place(photo.path, out, args),
                        width=photo.size[0], height=photo.size[1]) for photo in part]
-        content = dict(images=images, annotations=boxes,
-                       categories=[dict(id=id, name=name) for id, name in categories.items()])
-        (out / f'{name}.json').write_text(json.dumps(content), 'utf-8')
+        content = dict(images=images, annotations=boxes, categories=names)
+        (out / f'{split}.json').write_text(json.dumps(content), 'utf-8')
         annotations.append(boxes)
-        shown.append({box['category_id'] for box in boxes if not box['iscrowd']})
-    check_classes(folder, [categories[id] for id in sorted(shown[0] | shown[1])])
-    stop_at_faults(folder)
-    empty = sum(not photo.boxes for photo in photos)
-    if empty:
-        note(f'{folder}: {empty:,} of {len(photos):,} photos have no objects')
-    if shown[1] - shown[0]:
-        lacking = ', '.join(categories[id] for id in sorted(shown[1] - shown[0]))
-        note(f'{folder}: no photo to train on shows {lacking}')
     facts = [annotations, [(photo.id, photo.name, photo.size, photo.crc) for photo in photos]]
     classes = [categories.get(id, '') for id in range(max(categories) + 1)]
     return dict(kind='objects', classes=classes, train=len(splits[0]), val=len(splits[1]),
@@ -1092,13 +1097,11 @@ def listed_photo(folder, roots, path, entry):
 
 def number(x):
     """A finite number, perhaps written as text; None for anything else."""
-    try:
-        if isinstance(x, int):
-            return int(x)  # a float has too few digits for some ids
+    with contextlib.suppress(ValueError):
+        return int(x) if isinstance(x, int) else int(str(x))  # a float may have too few digits
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         x = float(x)
         return int(x) if x == int(x) else x
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 def as_id(x):
     """An id as a number if it can be one, else as text. 7, 7.0 and '7' are the same."""
