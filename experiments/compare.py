@@ -15,13 +15,13 @@ r"""Train variants of one script on the same batches and seeds; draw and tabulat
     python experiments/compare.py attentionx_gpt --bench --sweep attention=softmax,belief
 
 All other flags go to the script: --preset t4, --max-iters 1000. A run uses one CPU thread unless
---threads says otherwise. Each run is a row of a csv file: its settings, its figures, the version of
-the script that made it, and checksums of its data and weights. The same command trains only what
-that file lacks, and a run that was stopped goes on from its last checkpoint. Runs are in
-NAME.logs beside NAME.csv: to train one again, remove its row and its folder. The last line names a
-picture: every case over steps and over seconds. A table's mean_loss is the training loss, a mean of
-all steps. --diagnose also logs lengths and angles of what attention outputs (see diagnose.py).
-Needs scipy, and matplotlib for the picture.
+--threads says otherwise. Each run is a row of NAME.csv: its settings and figures, the version of
+the script, PyTorch and the processor. The runs themselves are in NAME.runs: the same command takes
+them from there, and goes on with one that was stopped. To train one again, remove its folder. Two
+commands with other seeds may work at the same time. The last line names a picture: every case over
+steps and over seconds. A table's mean_loss is the training loss, a mean of all steps. --diagnose
+also logs lengths and angles of what attention outputs (see diagnose.py). To test the rows of a file
+of your own first: python test_all.py --with mine.py. Needs scipy, and matplotlib for the picture.
 """
 import argparse
 import contextlib
@@ -34,21 +34,20 @@ import os
 import platform
 import re
 import runpy
-import signal
 import sys
 import time
+import traceback
 import zlib
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import fields, replace
-from multiprocessing import get_context
+from dataclasses import fields
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # python -P leaves out the first
+import bench
 import diagnose
 
 def fail(message):
@@ -60,12 +59,7 @@ try:
     from scipy import stats
 except ImportError:
     fail('comparisons need `pip install scipy`')
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None
 
-# ------------------------------------ what is compared ------------------------------------
 METRIC = {  # a validation figure by which --tune chooses, and which of two is better
     'attentionx_gpt': ('val_loss', min), 'belief_vit': ('val_acc', max),
     'admm_detr': ('AP', max), 'mask_distill': ('val_loss', min)}
@@ -85,15 +79,16 @@ LABELS = {  # of the training loss and of METRIC
     'mask_distill': ('training loss (nats per token)', 'validation KL (nats per token)')}
 UNPAIRED = {'admm_detr'}  # equal seeds hardly make its runs alike: correlations of -0.06 to 0.37
 
+# ------------------------------------ cases ------------------------------------
 def flag_of(field, value):
-    """gamma, '2' -> --gamma=2; zero_diag, 'True' -> --zero-diag; and 'False' -> --no-zero-diag"""
+    """gamma, '2' -> --gamma=2; zero_diag, 'true' -> --zero-diag; and 'false' -> --no-zero-diag"""
     name = field.replace('_', '-')
-    if value in ('True', 'False'):
-        return f'--{name}' if value == 'True' else f'--no-{name}'
+    if value.lower() in ('true', 'false'):
+        return f'--{name}' if value.lower() == 'true' else f'--no-{name}'
     return f'--{name}={value}'
 
 def cases_of(script, flags, table, sweep):
-    """{name: Config}: rows of a table, every combination of FIELD=A,B, or both crossed."""
+    """{name: flags}: rows of a table, every combination of FIELD=A,B, or both crossed."""
     cases, tables = {'': flags}, {}
     with open(HERE / 'tables.csv', newline='') as file:
         for row in csv.DictReader(file):
@@ -107,15 +102,28 @@ def cases_of(script, flags, table, sweep):
         field, _, values = spec.partition('=')
         if not values or field == 'seed':
             fail(f'--sweep {spec}: give FIELD=A,B; seeds are --seeds 0,1')
+        if field not in names_of(script):
+            fail(f'--sweep {spec}: choose from {", ".join(names_of(script))}')
         cases = {f'{name} {value}'.strip(): [*words, flag_of(field, value)]
                  for name, words in cases.items() for value in values.split(',')}
-    cases = {name or 'as typed': script.parse(words)[1] for name, words in cases.items()}
-    if len({repr(settings_of(script, c)) for c in cases.values()}) < len(cases):
+    cases = {name or 'as typed': words for name, words in cases.items()}
+    settings = [settings_of(script, script.parse(words)[1]) for words in cases.values()]
+    if len(set(map(repr, settings))) < len(cases):
         fail('two cases have the same settings: a run cannot be compared with itself')
     return cases
 
-# A run is found again by its settings. A csv holds text, so both sides are compared as a csv gives
-# them back: numbers as floats, empty ones left out.
+def names_of(script):
+    """Names of the settings that tell one run from another: all but the machine's."""
+    return [f.name for f in fields(script.Config) if f.name not in script.MACHINE]
+
+def settings_of(script, c):
+    """Those of a Config, with what dtype `auto` means on this machine."""
+    dtype = str(script.pick_device(c)[1]).removeprefix('torch.')
+    return {name: getattr(c, name) for name in names_of(script)} | dict(dtype=dtype)
+
+# ------------------------------------ csv files ------------------------------------
+TEXT = {'case', 'role', 'script', 'with', 'diagnose', 'log', 'diverged', 'torch', 'machine'}
+
 def number(text):
     """A csv's text, as a number if it is one."""
     try:
@@ -123,100 +131,42 @@ def number(text):
     except ValueError:
         return text.capitalize() if text in ('TRUE', 'FALSE') else text  # as Excel writes them
 
-def names_of(script):
-    """Names of the settings that tell one run from another: all but the machine's."""
-    return [f.name for f in fields(script.Config) if f.name not in script.MACHINE]
-
-def settings_of(script, c):
-    """A Config's settings, as a csv gives them back."""
-    values = {name: getattr(c, name) for name in names_of(script)}
-    if script.SCRIPT == 'mask_distill' and c.init:  # then the file decides
-        for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'teacher_iters', 'teacher_lr',
-                     'teacher_warmup'):
-            del values[name]
-    values['dtype'] = str(script.pick_device(c)[1])[6:]  # what `auto` means on this machine
-    return {name: number(str(x)) for name, x in values.items() if str(x) not in ('', 'None')}
-
-def settings_in(script, row):
-    """Those of a row read from a csv."""
-    return {name: row[name] for name in names_of(script) if name in row}
-
-# ------------------------------------ csv files ------------------------------------
-# A run is a folder in NAME.logs, with its log and, when it has ended, its row. NAME.csv collects
-# the rows. What it lacks, since it was open elsewhere or another command wrote it at the same
-# moment, waits in the folders.
-
-TEXT = 'case', 'script', 'with', 'diagnose', 'log', 'diverged'  # even where they look like numbers
-
-def read_rows(path):
-    """Rows of a csv file as dicts; numbers are floats, empty fields are left out."""
+def read_rows(path, script=None):
+    """Rows of a csv file as dicts; empty fields are left out. Numbers are floats, but where the
+    script has text: --data 007 is not 7."""
+    own = {f.name for f in fields(script.Config) if type(f.default) is str} if script else set()
     with open(path, newline='', encoding='utf-8-sig') as file:  # Excel begins it with a mark
-        return [{key: text if key in TEXT else number(text) for key, text in row.items()
+        return [{key: text if key in TEXT | own else number(text) for key, text in row.items()
                  if text and key} for row in csv.DictReader(file)]
 
 def write_rows(path, rows):
+    """Write a csv file. If that is stopped, the old one is still there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f'.{os.getpid()}.part')
+    part = Path(f'{path}.{os.getpid()}.part')
     with open(part, 'w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
         writer.writeheader()
         writer.writerows(rows)
-    try:
-        os.replace(part, path)
-    except OSError:  # a directory or, on Windows, open in another program
-        part.unlink()
-        raise
+    os.replace(part, path)
 
-def read_all(path, versions):
-    """Rows of a csv file, and those of these versions that wait in folders."""
-    rows = read_rows(path) if path.exists() else []
-    known = {row.get('log') for row in rows}
-    for file in sorted(path.with_suffix('.logs').glob('*/row.csv')):
-        if file.parent.name not in known:
-            rows += [row for row in read_rows(file) if versions_in(row) == versions]
-    return rows
+def add_rows(path, new, script):
+    """Write these rows to a csv file, too. A row of the same run is replaced."""
+    rows = [*(read_rows(path, script) if path.exists() else []), *new]
+    write_rows(path, {(row.get('log'), row.get('role')): row for row in rows}.values())
 
-def merge(path, versions):
-    """Write all rows to the csv file, and once more if another command has written meanwhile."""
-    written = -1
-    while written < len(rows := read_all(path, versions)):
-        write_rows(path, rows)
-        written = len(rows)
-
-# ------------------------------------ where a row comes from ------------------------------------
-def load(name, extra):
-    """The script, with the variants that the file `extra` adds to it."""
-    script = importlib.import_module(name)
-    if extra:
-        if not Path(extra).exists():
-            fail(f'--with {extra}: there is no such Python file')
-        runpy.run_path(extra)
-    return script
+def beside(path, ending):
+    """a.csv -> a.runs, but rate_0.1 -> rate_0.1.runs"""
+    return Path(str(path).removesuffix('.csv') + ending)
 
 def blob(path):
     """git's name for a file's content: `git log --find-object=NAME` finds it."""
     text = Path(path).read_bytes()
     return hashlib.sha1(b'blob %d\0' % len(text) + text).hexdigest()
 
-def versions_of(script, o):
-    """Of the files that make a row."""
-    files = {'script': script.__file__, 'diagnose': o.diagnose and diagnose.__file__,
-             'with': o.extra}
-    return {key: blob(path) for key, path in files.items() if path}
-
-def versions_in(row):
-    return {key: row[key] for key in ('script', 'with', 'diagnose') if key in row}
-
-def checksums(script, c):
-    """Of what a run reads: its data and, with --init, the weights that it starts from."""
-    found = dict(data_crc=number(str(script.load_data(c).meta['checksum'])))
-    if c.init:
-        crc = 0
-        for name, tensor in sorted(script.load(c.init)['model'].items()):
-            crc = zlib.crc32(name.encode(), crc)
-            crc = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy(), crc)
-        found['init_crc'] = float(crc)
-    return found
+def made_of(script, c, o):
+    """What a run's figures depend on."""
+    return dict(settings_of(script, c), **o.versions, torch=torch.__version__,
+                machine=processor(script.pick_device(c)[0]))
 
 def processor(device):
     if device.type == 'cuda':
@@ -227,16 +177,65 @@ def processor(device):
     return platform.processor() or platform.machine()
 
 # ------------------------------------ runs ------------------------------------
-def add_teachers(script, cases, seed):
-    """Cases of mask_distill.py without --init share a teacher, which is trained first."""
-    made = {}  # by what tells one teacher from another
-    for case, c in cases.items():
+def load(o):
+    """The script, with the variants that --with adds to it."""
+    script = importlib.import_module(o.script)
+    if o.extra:
+        if not Path(o.extra).is_file():
+            fail(f'--with {o.extra}: there is no such Python file')
+        runpy.run_path(o.extra)
+    files = {'script': script.__file__, 'with': o.extra,
+             'diagnose': o.diagnose and diagnose.__file__}
+    o.versions = {name: blob(path) for name, path in files.items() if path}
+    return script
+
+@contextlib.contextmanager
+def compared(script, o):
+    """Inside, files that change a run beside the script count as its text, so it does not go on
+    with a run after one of them was edited. What it prints goes to a file."""
+    o.code = script.CODE
+    for path in filter(None, [o.extra, o.diagnose and diagnose.__file__]):
+        o.code = zlib.crc32(Path(path).read_bytes(), o.code)
+    o.csv = o.csv or Path(o.out_dir, o.script, f'compare-{o.code:08x}.csv')
+    if o.diagnose:
+        o.log_csv = o.log_csv or beside(o.csv, '-log.csv')
+    o.runs, o.told = beside(o.csv, '.runs'), set()
+    o.runs.mkdir(parents=True, exist_ok=True)
+    def refuse(message):
+        fail(message.replace('start anew without --resume', 'name another file with --csv'))
+    with (open(o.runs / 'printed.txt', 'a+', 1, 'utf-8') as o.printed,
+          patch.multiple(script, CODE=o.code, fail=refuse, report=lambda *_: None),
+          diagnose.logged(script) if o.diagnose else contextlib.nullcontext()):
+        yield
+
+def quietly(name, o, work, *args):
+    """work(*args), which prints to a file. Its notes are shown, and whose error it is."""
+    begin = o.printed.seek(0, os.SEEK_END)
+    try:
+        with contextlib.redirect_stdout(o.printed):
+            return work(*args)
+    except Exception as error:
+        traceback.print_exc(file=o.printed)
+        fail(f'{name}: {type(error).__name__}: {error} (all of it: {o.printed.name})')
+    finally:
+        o.printed.seek(begin)
+        for line in dict.fromkeys(o.printed):
+            if line.startswith('note') and line not in o.told:
+                o.told.add(line)
+                print(line, end='', flush=True)
+
+def run_of(script, words, seed, o):
+    """The Config of a run in NAME.runs, which goes on if it is there."""
+    seeds = [] if seed is None else [f'--seed={seed}']
+    return script.parse([*words, *seeds, f'--out-dir={o.runs}', '--resume'])[1]
+
+def add_teachers(script, cases, o):
+    """Rows of mask_distill.py without --init share a teacher, which is trained first."""
+    for case, words in cases.items():
+        c = run_of(script, words, o.teacher_seed, o)
         if script.SCRIPT == 'mask_distill' and not c.init:
-            c = replace(c, seed=c.seed if seed is None else seed)
-            kind = tuple(getattr(c, name) for name in sorted(script.TEACHER))
-            if kind not in made:
-                made[kind] = str(script.train_teacher(c)['folder'] / 'best.pt')
-            cases[case] = replace(cases[case], init=made[kind])
+            teacher = quietly(f'the teacher of {case}', o, script.train_teacher, c)
+            cases[case] = [*words, f'--init={teacher["folder"] / "best.pt"}']
 
 def mean_loss(log):
     """The mean training loss of all steps; a line of the log has that since the line before."""
@@ -247,108 +246,51 @@ def mean_loss(log):
             steps += line['step'] - before['step']
     return total / steps if steps else math.nan
 
-def results_of(name, c, folder, diagnosed):
+def train_one(script, c):
     """Train c, or go on with it -> its figures."""
-    script = importlib.import_module(name)  # which load has made ready
-    metric, better = METRIC[name]
-    c = replace(c, folder=str(folder), resume=(folder / 'ckpt.pt').exists())
+    found = {}
+    def report(c, model, log, folder, data):  # in place of the script's samples and pictures
+        found.update(log[-1], data_crc=data.meta['checksum'], mean_loss=mean_loss(log),
+                     parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
     try:
-        with diagnose.logged(script) if diagnosed else contextlib.nullcontext():
-            model, log = script.train(c, folder, script.load_data(c))
-        found = {key: x for key, x in log[-1].items() if '.' not in key}
-        if math.isnan(found[metric]):
-            raise FloatingPointError(f'{metric} is nan')
+        with patch.object(script, 'report', report):
+            script.train_and_report(c)
+        return {name: x for name, x in found.items() if '.' not in name}  # no layer's
     except FloatingPointError as error:
+        metric, better = METRIC[script.SCRIPT]
         worst = math.inf if better is min else -math.inf
-        return {metric: worst, RESULTS[name][0]: worst, 'diverged': str(error)}
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return dict(found, parameters=size, mean_loss=mean_loss(log))
-
-def train_one(name, row, c, folder):
-    """Train c, unless that is done -> its row. Its log and its row go into folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / 'lock', 'w') as file:
-        if fcntl:  # wait if another command trains the same
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if not (folder / 'row.csv').exists():
-            try:
-                found = results_of(name, c, folder, 'diagnose' in row)
-            except Exception:  # the traceback does not say whose run it was
-                print(f'failed: {row["case"]}, seed {row["seed"]:g}', file=sys.stderr)
-                raise
-            write_rows(folder / 'row.csv', [{**row, **found}])
-    (folder / 'ckpt.pt').unlink(missing_ok=True)
-    return read_rows(folder / 'row.csv')[0]
-
-def start_worker(name, extra, threads):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it: it would begin the next run
-    sys.stdout = open(os.devnull, 'w', errors='replace')
-    torch.set_num_threads(threads)
-    load(name, extra)
-
-def train_jobs(jobs, o):
-    """Yield each job's row as it finishes; o.workers processes run at a time."""
-    if o.workers == 1:
-        yield from itertools.starmap(train_one, jobs)
-        return
-    pool = ProcessPoolExecutor(o.workers, get_context('spawn'), start_worker,
-                               (o.script, o.extra, torch.get_num_threads()))
-    try:
-        for future in as_completed([pool.submit(train_one, *job) for job in jobs]):
-            yield future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)  # those not yet begun, if one failed
-
-def find(script, rows, c, role):
-    """The row of a run, or None; the first, as another command may have made the same."""
-    settings = settings_of(script, c)
-    return next((row for row in rows if row.get('role') == role
-                 and settings_in(script, row) == settings), None)
-
-def new_row(script, case, c, role, made_of):
-    """A run's row before its results. `log` names its folder."""
-    row = dict(case=case, role=role, **settings_of(script, c), **made_of)
-    name, crc = re.sub('[^A-Za-z0-9_.=-]', '_', case)[:60], zlib.crc32(repr(row).encode())
-    return dict(row, log=f'{name}-s{c.seed}-{crc:08x}', torch=torch.__version__,
-                python=platform.python_version(), machine=processor(script.pick_device(c)[0]))
+        return {metric: worst, RESULTS[script.SCRIPT][0]: worst, 'diverged': str(error)}
 
 def train_all(script, cases, seeds, role, o):
-    """Train each case and seed that o.csv lacks -> the rows of all cases and seeds."""
-    try:
-        rows = read_all(o.csv, o.versions)
-        write_rows(o.csv, rows)  # what cannot be written is better known before the first run
-    except OSError as error:
-        fail(f'--csv {o.csv}: {error}')
-    if any(versions_in(row) != o.versions for row in rows):
-        fail(f'{o.csv} has rows from another version of {o.script}.py, of --with or of --diagnose: '
+    """Train each case and seed, or take it from NAME.runs -> their rows, which the csv has, too."""
+    old = read_rows(o.csv, script) if o.csv.exists() else []
+    if any({key: row[key] for key in ('script', 'with', 'diagnose') if key in row} != o.versions
+           for row in old):
+        fail(f'{o.csv} has rows of another version of {o.script}.py, of --with or of --diagnose: '
              'name another file with --csv')
-    runs = [(case, replace(c, seed=seed)) for seed in seeds for case, c in cases.items()]
-    logs, gpus, jobs = o.csv.with_suffix('.logs'), torch.cuda.device_count(), []
-    for case, c in runs:
-        row, sums = find(script, rows, c, role), checksums(script, c)
-        if not row:
-            row = new_row(script, case, c, role, {**o.versions, **sums})
-            if gpus > 1 and c.device in ('auto', 'cuda'):
-                c = replace(c, device=f'cuda:{len(jobs) % gpus}')
-            jobs.append((o.script, row, c, logs / row['log']))
-        elif any(row.get(key, x) != x for key, x in sums.items()):
-            fail(f'{o.csv} has rows of other data or weights, under the same names: '
-                 'name another file with --csv')
-    print(f'{len(cases)} cases, {len(seeds)} seeds: {len(jobs)} runs to do; rows go to {o.csv}')
-    metric, begin = METRIC[o.script][0], time.perf_counter()
-    for i, row in enumerate(train_jobs(jobs, o), 1):
-        try:
-            merge(o.csv, o.versions)
-        except OSError as error:
-            print(f'note: the row waits in {logs / row["log"]}, the next run adds it: {error}')
-        end = f'{metric} {row[metric]:.5g}'
+    add_rows(o.csv, [], script)  # what cannot be written is better known before the first run
+    diverged = {(row['log'], row['role']): row for row in old if 'diverged' in row}
+    jobs = [(case, seed) for seed in seeds for case in cases]
+    print(f'{len(cases)} cases, {len(seeds)} seeds. Rows go to {o.csv}; what the runs print goes '
+          f'to {o.printed.name}', flush=True)
+    rows, times = [], []
+    for i, (case, seed) in enumerate(jobs, 1):
+        begin, c = time.perf_counter(), run_of(script, cases[case], seed, o)
+        row = dict(case=case, role=role, log=Path(c.folder).name) | made_of(script, c, o)
+        found = diverged.get((row['log'], role))  # it would diverge once more
+        found = found or quietly(f'{case}, seed {seed}', o, train_one, script, c)
+        row |= {name: x for name, x in found.items() if name not in row}
+        rows.append(row)
+        add_rows(o.csv, rows, script)  # all: another command may have written meanwhile
+        figure = METRIC[o.script][0]
+        end = f'{figure} {row[figure]:.5g}'
         if 'diverged' in row:
             end = f'diverged, and counts as worst: {row["diverged"]}'
-        left = (time.perf_counter() - begin) / i * (len(jobs) - i) / 60
-        print(f'run {i} of {len(jobs)} done: {row["case"]}, seed {row["seed"]:g}: {end}; '
-              f'about {left:.0f} min left\n', flush=True)
-    rows = read_all(o.csv, o.versions)
-    return [dict(find(script, rows, c, role), case=case, folder=logs) for case, c in runs]
+        if not c.resume:  # it was trained now
+            times.append(time.perf_counter() - begin)
+            end += f'; about {np.mean(times) * (len(jobs) - i) / 60:.0f} min left'
+        print(f'run {i} of {len(jobs)}: {case}, seed {seed}: {end}', flush=True)
+    return [dict(row, folder=o.runs / o.script) for row in rows]
 
 # ------------------------------------ tables ------------------------------------
 def figures_of(runs, name):
@@ -366,7 +308,7 @@ def choose(script, field, rows):
         fail(f'--tune {field}: these rows have no such setting')
     groups, lines, chosen = {}, {}, set()
     for row in rows:
-        others = settings_in(script, row)
+        others = {name: row[name] for name in names_of(script) if name in row}
         value, seed = others.pop(field), others.pop('seed')
         group = groups.setdefault(repr(sorted(others.items())), {})
         group.setdefault(value, {})[seed] = row
@@ -443,7 +385,7 @@ def tabulate(script, cases, metric):
     """Print a line for each case -> a dict for each."""
     first, *rest = cases.values()
     rows = [row for runs in cases.values() for row in runs.values()]
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys(name for row in rows for name, x in row.items() if type(x) is not str)
     if metric not in names:
         fail(f'--metric {metric}: choose from {", ".join(names)}')
     machines = sorted({f'{row["machine"]}, torch {row["torch"]}' for row in rows
@@ -486,7 +428,7 @@ VARIANTS = {  # name and colour in every picture; colour-blind readers can tell 
 
 def log_of(row):
     """The lines of a run's log; none if it is not here."""
-    path = Path(row['folder'], row.get('log', '-'), 'log.csv')
+    path = row['folder'] / row.get('log', '-') / 'log.csv'
     return read_rows(path) if path.exists() else []
 
 def read_curves(cases):
@@ -502,34 +444,46 @@ def read_curves(cases):
                   'other logs are shorter, or not here')
     return {case: logs for case, logs in curves.items() if logs}
 
-def draw(curves, figures, title, path):
+def draw_means(path, curves, labels, title, legend):
     """Each case's figures, {name: label}, over steps and over seconds: means over the seeds, and
     their range.  [AX Fig. 1] [BF Fig. 4, 5]"""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        print(f'note: no picture, which needs `pip install matplotlib` ({error})')
-        return
+    from matplotlib.figure import Figure
     picture = Figure(figsize=(10, 7.6), layout='tight')
-    axes = picture.subplots(2, 2, sharex='col', sharey='row')
+    axes = picture.subplots(2, 2, sharey='row')
     spare = [colour for _, colour in VARIANTS.values()]
-    for ax, (name, clock) in zip(axes.flat, itertools.product(figures, ('step', 'seconds'))):
+    for ax, (name, clock) in zip(axes.flat, itertools.product(labels, ('step', 'seconds'))):
         for i, (case, logs) in enumerate(curves.items()):
             label, colour = VARIANTS.get(case, (case, spare[i % len(spare)]))
             lines = [line for line in zip(*logs)  # all seeds' at a step
                      if line[0]['step'] > 0 and all(name in row for row in line)]
+            if name != 'loss':  # the second half alone, since small ranges are seen there
+                lines = lines[min(len(lines) // 2, len(lines) - 2):]
             x = [np.mean([row[clock] for row in line]) for line in lines]
             y = [[row[name] for row in line] for line in lines]
             ax.plot(x, [*map(np.mean, y)], '.-', color=colour, label=label)
-            ax.fill_between(x, [*map(min, y)], [*map(max, y)], color=colour, alpha=0.15)
-        ax.set(xlabel='seconds of training' if clock == 'seconds' else clock,
-               ylabel=figures[name])
-        ax.label_outer()
+            ax.fill_between(x, [*map(min, y)], [*map(max, y)], color=colour, alpha=0.2)
+        ax.set(xlabel='seconds of training' if clock == 'seconds' else clock)
         ax.grid(color='#DDDDDD')
-    axes[0, 0].legend(frameon=False)
+    for ax, label in zip(axes[:, 0], labels.values()):
+        ax.set(ylabel=label)
+    axes[0, 0].legend(frameon=False, title=legend)
     picture.suptitle(title)
     picture.savefig(path, dpi=150, facecolor='white')
     print(f'\n{path}')
+
+def show_curves(script, cases, path):
+    """Draw the curves, if the logs are here and have any."""
+    curves, firsts = read_curves(cases), [next(iter(runs.values())) for runs in cases.values()]
+    if not curves:
+        return
+    if len(next(iter(curves.values()))[0]) < 3:  # the first is the untrained model's
+        return print('note: no picture of a single evaluation: --eval-interval sets how many')
+    differ = [name for name in names_of(script) if name != 'seed'
+              and len({repr(row.get(name)) for row in firsts}) > 1]
+    labels = dict(zip(('loss', METRIC[script.SCRIPT][0]), LABELS[script.SCRIPT]))
+    title = f'{script.SCRIPT}: means and ranges over the seeds; below, the second half'
+    legend = ', '.join(differ) if len(differ) < 3 else ''
+    script.draw(draw_means, path, curves, labels, title, legend)
 
 def present(script, rows, o):
     """Print a table of the runs, and draw them -> the table's lines."""
@@ -544,82 +498,8 @@ def present(script, rows, o):
         write_rows(Path(o.log_csv), [dict(case=row['case'], seed=row['seed'], **line)
                                      for row in rows for line in log_of(row)])
         print(f'\nlogs are in {o.log_csv}')
-    curves = read_curves(cases)
-    if curves:
-        figures = dict(zip(('loss', METRIC[o.script][0]), LABELS[o.script]))
-        draw(curves, figures, f'{o.script}: means and ranges over the seeds',
-             o.csv.with_suffix('.png'))
+    show_curves(script, cases, beside(o.csv, '.png'))
     return table
-
-# ------------------------------------ bench ------------------------------------
-def wait(device):
-    """For an accelerator's queue."""
-    if device.type != 'cpu':
-        getattr(torch, device.type).synchronize()
-
-def seconds_of(work, device):
-    wait(device)
-    begin = time.perf_counter()
-    work()
-    wait(device)
-    return time.perf_counter() - begin
-
-def time_cases(script, cases, rounds):
-    """Seconds of a training step, and of inference, a forward pass without gradients, of every case
-    in turn, so that noise hits all alike -> {(case, what): seconds of every round}."""
-    data, ready, times = script.load_data(next(iter(cases.values()))), {}, {}
-    inputs = 2 if script.SCRIPT == 'admm_detr' else 1  # of a forward pass: images and their padding
-    for case, c in cases.items():
-        device, dtype = script.pick_device(c)
-        if script.SCRIPT == 'mask_distill':
-            teacher = [script.find_teacher(c, data).to(device).eval()]
-            model = script.make_student(*teacher, c)
-        else:
-            teacher, model = [], script.make_model(c, data.meta).to(device)
-        ready[case] = (torch.compile(model) if c.compile else model, teacher, device,
-                       script.make_optimizer(model, c), *script.mixed_precision(device, dtype))
-    for step in range(rounds + 2):  # two to warm up
-        for case, (net, teacher, device, optimizer, autocast, scaler) in ready.items():
-            c = cases[case]
-            batches = [script.get_batch(data, c, c.max_iters + step, i, device)
-                       for i in range(c.grad_accum_steps)]
-            net.train()
-            trained = seconds_of(lambda: script.train_step(
-                net, *teacher, batches, c, optimizer, scaler, autocast), device)
-            net.eval()
-            with autocast, torch.no_grad():
-                inferred = seconds_of(lambda: net(*batches[0][:inputs]), device)
-            times.setdefault((case, 'training step'), []).append(trained)
-            times.setdefault((case, 'inference'), []).append(inferred)
-    return {key: seconds[2:] for key, seconds in times.items()}
-
-def bench(script, cases, o):
-    """Time every case -> rows: medians, and quartiles of the time as a ratio to the first case's in
-    the same round.  [BF Tables 1 to 3]"""
-    rows, times, first = [], time_cases(script, cases, o.rounds), next(iter(cases))
-    for (case, what), seconds in times.items():
-        c, median = cases[case], np.median(seconds)
-        low, ratio, high = np.percentile(np.divide(seconds, times[first, what]), [25, 50, 75])
-        size = c.batch_size * getattr(c, 'block_size', 1)
-        size *= c.grad_accum_steps if what == 'training step' else 1
-        rows.append(dict(
-            case=case, role=what, ms=1000 * median, per_second=size / median, ratio=ratio, low=low,
-            high=high, rounds=o.rounds, compile=c.compile, **settings_of(script, c), **o.versions,
-            torch=torch.__version__, machine=processor(script.pick_device(c)[0])))
-    return rows
-
-def show_bench(script, rows):
-    """Print the rows of a bench."""
-    width = max(26, *(len(row['case']) + 1 for row in rows))
-    unit = 'images' if script.SCRIPT in ('belief_vit', 'admm_detr') else 'tokens'
-    for what in 'training step', 'inference':
-        print(f'\n{what}: median, {unit} per second, and time as a ratio '
-              'to the first case in the same round: median (quartiles)')
-        for row in rows:
-            if row['role'] == what:
-                print('{case:{width}}{ms:9.1f} ms{per_second:12,.0f}{ratio:8.3f} '
-                      '({low:.3f} to {high:.3f})'.format(width=width, **row))
-    return rows
 
 # ------------------------------------ the command line ------------------------------------
 def parser(text):
@@ -630,18 +510,12 @@ def parser(text):
     p.add_argument('--csv', type=Path, help='where rows are kept; default: in out/')
     return p
 
-def read_flags(p, argv):
-    """argv -> what p knows, and the flags of the script."""
-    argv = sys.argv[1:] if argv is None else argv
-    o, flags = p.parse_known_args([re.sub('^--[^=]*', lambda flag: flag[0].replace('_', '-'), word)
-                                   for word in argv])
-    return o, ['--threads', '1', *flags]  # of two, the second counts
-
 def seeds(text):
     """'0,1,2' -> [0, 1, 2]"""
     return sorted({int(word) for word in text.split(',')})
 
 def parse(argv):
+    """argv -> this tool's flags, and the script's."""
     p = parser(__doc__)
     p.add_argument('script', type=lambda name: name.removesuffix('.py'), choices=METRIC)
     p.add_argument('--sweep', action='append', default=[], help='FIELD=A,B; may be repeated')
@@ -657,82 +531,92 @@ def parse(argv):
     p.add_argument('--log-csv', help='a file for the logs of all rows')
     p.add_argument('--diagnose', action='store_true', help='log what diagnose.py finds, too; '
                    '--log-csv is then NAME-log.csv beside --csv')
-    p.add_argument('--workers', type=int, default=1, help='runs at a time, on all GPUs')
     p.add_argument('--bench', action='store_true', help='time a training step and inference')
     p.add_argument('--rounds', type=int, default=20, help='of --bench')
-    o, flags = read_flags(p, argv)
+    o, flags = p.parse_known_args(argv)
     o.metric = o.metric or RESULTS[o.script][0]
-    o.tune = o.tune and o.tune.replace('-', '_')
+    swept = [spec.partition('=')[0] for spec in o.sweep]
     given = [word.partition('=')[0] for word in flags]
-    if '--resume' in given:
-        fail('--resume: the same command continues without it')
+    twice = [x for x in swept if swept.count(x) > 1 or '--' + x.replace('_', '-') in given]
+    if twice:
+        fail(f'{twice[0]} is given twice: all its values belong into one --sweep')
     if '--seed' in given:
         fail('--seed: give --seeds 0,1')
     if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
         fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
              'chosen a setting would favour it')
-    swept = [spec.partition('=')[0].replace('-', '_') for spec in o.sweep]
     if o.tune and o.tune not in swept and not o.from_csv:
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if o.diagnose and o.script == 'mask_distill':
         fail('--diagnose: mask_distill.py logs its coefficients by itself')
-    return o, flags
+    if o.rounds < 1:
+        fail('--rounds must be 1 or more')
+    return o, ['--threads', '1', *flags]  # of two, the second counts
 
 def rows_in(script, paths):
     """The rows of csv files."""
-    rows = [dict(row, folder=path.with_suffix('.logs'))
-            for path in paths for row in read_rows(path)]
+    rows = []
+    for path in paths:
+        try:
+            found = read_rows(path, script)
+        except (UnicodeDecodeError, csv.Error) as error:
+            fail(f'--from-csv {path}: {error}')
+        rows += [dict(row, folder=beside(path, '.runs') / script.SCRIPT) for row in found]
     own = {'case', 'role', 'seed', fields(script.Config)[0].name}
     if not rows or not all(own <= row.keys() for row in rows):
         fail(f'--from-csv {" ".join(map(str, paths))}: not all lines are runs of '
              f'{script.SCRIPT}.py, separated by commas')
     return rows
 
+def tuned(script, rows, o):
+    """The rows of the best value of --tune alone, and the names of the other cases."""
+    choosing = [row for row in rows if row['role'] == 'choosing']
+    worse = choose(script, o.tune, choosing or rows)
+    if not choosing:
+        print(f'\nnote: the seeds that chose {o.tune} also judge, which favours every case: '
+              'give --test-seeds')
+    return [row for row in rows if row['case'] not in worse], worse
+
+def compare(script, cases, o):
+    """Train all cases -> the rows that judge."""
+    if not o.test_seeds:
+        rows = train_all(script, cases, o.seeds, 'judging', o)
+        return tuned(script, rows, o)[0] if o.tune else rows
+    _, worse = tuned(script, train_all(script, cases, o.seeds, 'choosing', o), o)
+    best = {case: words for case, words in cases.items() if case not in worse}
+    return train_all(script, best, o.test_seeds, 'judging', o)
+
 def main(argv=None):
     o, flags = parse(argv)
-    script = load(o.script, o.extra)
-    o.versions = versions_of(script, o)
+    script = load(o)
     if o.from_csv:
         rows, o.csv = rows_in(script, o.from_csv), o.csv or o.from_csv[0]
         if o.bench:
-            return show_bench(script, rows)
-    else:
-        cases = cases_of(script, flags, o.table, o.sweep)
-        first = next(iter(cases.values()))
-        torch.set_num_threads(first.threads or torch.get_num_threads())
-        add_teachers(script, cases, o.teacher_seed)
-        if o.bench:
-            rows = show_bench(script, bench(script, cases, o))
-            if o.csv:
-                write_rows(o.csv, [*(read_rows(o.csv) if o.csv.exists() else []), *rows])
-            return rows
-        if not o.csv:
-            made_by = '-'.join(x[:8] for x in o.versions.values())
-            o.csv = Path(first.out_dir, o.script, f'compare-{made_by}.csv')
-        if o.diagnose:
-            o.log_csv = o.log_csv or o.csv.with_name(f'{o.csv.stem}-log.csv')
-        rows = train_all(script, cases, o.seeds, 'choosing' if o.test_seeds else 'judging', o)
-    if o.tune:
-        choosing = [row for row in rows if row['role'] == 'choosing']
-        worse = choose(script, o.tune, choosing or rows)
-        rows = [row for row in rows if row['case'] not in worse]
-        if not choosing:
-            print(f'\nnote: the seeds that chose {o.tune} also judge, which favours every case: '
-                  'give --test-seeds')
-    if o.test_seeds and not o.from_csv:
-        cases = {case: c for case, c in cases.items() if case not in worse}
-        rows = train_all(script, cases, o.test_seeds, 'judging', o)
-    return present(script, [row for row in rows if row['role'] == 'judging'], o)
+            return bench.show(script, rows)
+        rows = tuned(script, rows, o)[0] if o.tune else rows
+        return present(script, [row for row in rows if row['role'] == 'judging'], o)
+    cases = cases_of(script, flags, o.table, o.sweep)
+    first = script.parse(next(iter(cases.values())))[1]
+    torch.set_num_threads(first.threads or torch.get_num_threads())
+    kept, o.out_dir = o.csv, first.out_dir
+    with compared(script, o):
+        add_teachers(script, cases, o)
+        if not o.bench:
+            return present(script, compare(script, cases, o), o)
+        configs = {case: script.parse(words)[1] for case, words in cases.items()}
+        rows = [row | made_of(script, configs[row['case']], o)
+                for row in bench.bench(script, configs, o.rounds)]
+    if kept:
+        write_rows(kept, [*(read_rows(kept) if kept.exists() else []), *rows])
+    return bench.show(script, rows)
 
 if __name__ == '__main__':
+    sys.stdout = sys.stdout or open(os.devnull, 'w')  # it may be closed
     sys.stdout.reconfigure(errors='replace')  # a console may lack a character
     try:
         main()
     except KeyboardInterrupt:
         print('\nstopped; run the same command to continue')
         sys.exit(130)
-    except (OSError, FloatingPointError) as error:  # disk full; a teacher diverged
+    except OSError as error:  # no such file; disk full
         fail(error)
-    except BrokenProcessPool:
-        fail('a worker was killed, perhaps for memory; the same command continues: give it fewer '
-             '--workers')

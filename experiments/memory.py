@@ -16,7 +16,6 @@ those of admm_detr.py. Needs scipy.
 import math
 import os
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,21 +24,17 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 import admm_detr
+import bench
 import compare
 import mask_distill
 
 def milliseconds(functions, rounds, device):
-    """{name: median of some rounds}. The functions take turns, so that noise hits all alike."""
-    times = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, f in functions.items():
-            begin = time.perf_counter()
-            f()
-            compare.wait(device)
-            times[name].append(1000 * (time.perf_counter() - begin))
-    return {name: float(np.median(values)) for name, values in times.items()}
+    """{name: median of some rounds}."""
+    times = bench.take_turns(functions, rounds, device)
+    return {name: 1000 * float(np.median(seconds)) for name, seconds in times.items()}
 
 def peak(f, device):
     """The most MiB that f() holds at once. CUDA counts them. On a CPU, PyTorch's profiler lists the
@@ -125,7 +120,7 @@ def lengths(c, csv):
                for _ in range(3)]
         grad = torch.randn_like(qkv[0])
         passes = {kind: partial(both_ways, attn, *qkv, grad) for kind, attn in layers.items()}
-        mib = {kind: peak(f, device) for kind, f in passes.items()}  # this warms up, too
+        mib = {kind: peak(f, device) for kind, f in passes.items()}
         ms = milliseconds(passes, rounds, device)
         print(f'{T:6}' + ''.join(f'{x:9,.1f}' for x in (*mib.values(), *ms.values()))
               + ''.join(f'{1000 * T / x:11,.0f}' for x in ms.values()), flush=True)
@@ -169,9 +164,9 @@ SIZES = {  # flags that others override
 def main(argv=None):
     p = compare.parser(__doc__)
     p.add_argument('what', choices=SIZES)
-    o, flags = compare.read_flags(p, argv)
+    o, flags = p.parse_known_args(argv)
     script = admm_detr if o.what == 'lasso' else mask_distill
-    _, c = script.parse([*SIZES[o.what].split(), *flags])
+    _, c = script.parse(['--threads', '1', *SIZES[o.what].split(), *flags])
     torch.set_num_threads(c.threads)
     if o.what == 'lengths':
         return lengths(c, o.csv or Path(c.out_dir, 'memory', 'lengths.csv'))
