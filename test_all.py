@@ -2854,13 +2854,14 @@ def test_mistakes_lose_no_checkpoint(tmp_path):
 
 # ------------------------------------ experiments/ ------------------------------------
 def fake(figure):
-    """A patch of train and load_data: a run ends at once, with figure(c). And the runs."""
+    """A patch: a run of the GPT ends at once, with figure(c). And the Configs of those begun."""
     def train(c, folder=None, data=None):
+        runs.extend([] if c.resume else [c])
+        gpt.save(folder, 'ckpt.pt', {})
         value = figure(c)
-        runs.append(c)
         log = [dict(step=0, seconds=0, val_loss=9.0),
-               dict(step=3, seconds=0.5, val_loss=9.0, loss=3.0),
-               dict(step=4, seconds=1.0, val_loss=value, loss=value)]
+               dict(step=3, seconds=0.5, loss=3.0, val_loss=9.0),
+               dict(step=4, seconds=1.0, loss=value, val_loss=value)]
         gpt.write_log(folder, log)
         return torch.nn.Linear(2, 2), log
     runs, data = [], types.SimpleNamespace(meta=dict(checksum=9))
@@ -2872,13 +2873,14 @@ def test_compare_at_best(tmp_path):
     best = {'softmax': 4e-3, 'belief': 1e-3}
     def figure(c):
         if c.learning_rate == 8e-3 and c.attention == 'belief':
+            failed.append(c.seed)
             raise FloatingPointError('loss nan')
         gap = abs(math.log2(c.learning_rate / best[c.attention]))
         return 2 + 0.1 * gap - 0.02 * (c.attention == 'belief') + 0.001 * (c.seed % 3)
-    patched, runs = fake(figure)
-    tuned = ['attentionx_gpt', '--sweep', 'learning-rate=1e-3,2e-3,4e-3,8e-3', '--sweep',
+    (patched, runs), failed = fake(figure), []
+    tuned = ['attentionx_gpt', '--sweep', 'learning_rate=1e-3,2e-3,4e-3,8e-3', '--sweep',
              'attention=belief,softmax', '--seeds', '0,1', '--csv', tmp_path / 'a.csv',
-             '--tune', 'learning_rate', '--test_seeds', '5,6,7']
+             '--tune', 'learning_rate', '--test-seeds', '5,6,7']
     with patched:
         end = run(compare, *tuned)
         rows, out = end.result, end.out
@@ -2886,7 +2888,7 @@ def test_compare_at_best(tmp_path):
         close([rows[0]['mean'], rows[1]['diff']], [2.001, -0.02], 1e-6)
         assert out.count('diverged, and counts as worst: loss nan') == 2, out
         assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
-        assert done(compare, *tuned) == rows and len(runs) == 20, len(runs)
+        assert done(compare, *tuned) == rows and len(runs) == 22 and failed == [0, 1], failed
         worst = run(compare, *tuned[:-4], '--csv', tmp_path / 'b.csv').out
         assert 'counts as worst: 8e-3 belief, seed 0; 8e-3 belief, seed 1' in worst, worst
     tables = out[out.index('\nval_loss by learning_rate'):].splitlines()
@@ -2918,60 +2920,66 @@ def test_compare_mistakes(tmp_path):
     record = HERE / 'experiments/runs'
     patched, runs = fake(lambda c: 1.0)
     with patched:
-        done(compare, *flags, '--sweep', 'gamma=2')
+        done(compare, *flags, '--sweep', 'zero_diag=true,false')
         for words, *more in (
-                (['--sweep', 'FIELD'], '--sweep', 'nothing'), (['--seeds'], '--sweep', 'seed=0,1'),
-                (['same settings'], '--sweep', 'threads=1,2'), (['without it'], '--resume'),
-                (['--test-seeds'], '--test-seeds', '1'), (['--metric x'], *read, '--metric', 'x'),
+                (['--sweep', 'FIELD'], '--sweep', 'gamma'), (['--seeds'], '--sweep', 'seed=0,1'),
+                (['choose from attention'], '--sweep', 'threads=1,2'),
+                (['same settings'], '--sweep', 'gamma=2,2.0'), (['--seeds 0,1'], '--seed', 1),
+                (['given twice'], '--sweep', 'gamma=2', '--gamma', 3),
+                (['given twice'], '--sweep', 'gamma=2', '--sweep', 'gamma=3'),
+                (['--test-seeds'], '--test-seeds', '1'), (['--rounds'], '--rounds', 0),
+                (["invalid seeds value: 'x'"], '--seeds', 'x'), (['gama'], '--gama', 3),
                 (['no such Python file'], '--with', tmp_path / 'none.py'),
-                (['two rows'], *read, file),
-                (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv')):
+                (['--metric x'], *read, '--metric', 'x'), (['two rows'], *read, file),
+                (['--metric case'], *read, '--metric', 'case'),
+                (['--against x'], *read, '--against', 'x'),
+                (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv'),
+                (['another version', 'name another'], '--csv', record / 'gpt-common.csv')):
             refuse(compare, words, *flags, *more)
         rows = file.read_text()
         text('excel').write_text('\ufeff' + rows.replace('True', 'TRUE').replace('False', 'FALSE'),
                                  'utf-8')
-        done(compare, *flags, '--sweep', 'gamma=2', '--csv', text('excel'))
-        with patch.object(compare, 'blob', lambda path: 'another'):
-            refuse(compare, ['another version', 'a.csv'], *flags, '--sweep', 'gamma=2')
-        other = types.SimpleNamespace(meta=dict(checksum=8))
-        with patch.object(gpt, 'load_data', lambda c: other):
-            refuse(compare, ['other data', 'a.csv'], *flags, '--sweep', 'gamma=2')
+        assert done(compare, *flags[:1], '--from-csv', text('excel')) == done(compare, *flags, *read)
         text('semicolons').write_text(rows.replace(',', ';'))
         refuse(compare, ['semicolons.csv', 'commas'], *flags, '--from-csv', text('semicolons'))
-    assert len(runs) == 1, runs
+    assert len(runs) == 2, runs
 
 @wants('scipy')
-def test_compare_loses_no_row(tmp_path):
-    """If a run is stopped, the csv is open elsewhere, or two commands write at once."""
-    file, replace = tmp_path / 'a.csv', os.replace
-    flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--seeds', '0', '--sweep', 'gamma=2,4']
-    want = done(compare, *flags, '--csv', tmp_path / 'whole.csv')
-    flags += ['--csv', file]
-    with interrupted(gpt, 4):
-        raises(KeyboardInterrupt, '', run, compare, *flags)
-    def locked(part, path):
-        if path == file and [*tmp_path.glob('a.logs/*/row.csv')]:
-            raise PermissionError('it is in use')
-        replace(part, path)
-    with patch.object(os, 'replace', locked):
+def test_compare_takes_runs_from_their_folders(tmp_path):
+    """After a stop, with rows that are lost or cut, beside another command; names with dots."""
+    file = tmp_path / 'rate_0.1'  # endings are appended
+    flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--sweep', 'data=007,7', '--seeds']
+    at = flags.index('--data')
+    del flags[at:at + 2]  # two texts; as a number, one's name is the other's
+    with inside(tmp_path):
+        for name in '007', '7':
+            text_data(tmp_path / 'data' / name, TEXT + name)
+        want = done(compare, *flags, '0', '--csv', 'whole.csv')
+        flags += ['0', '--csv', file]
+        with interrupted(gpt, 4):
+            raises(KeyboardInterrupt, '', run, compare, *flags)
         end = run(compare, *flags)
-        assert end.out.count('the row waits') == 2 and compare.read_rows(file) == [], end.out
-        refuse(compare, ['a.csv', 'in use'], *flags)  # before it trains anything
-    assert repr(end.result) == repr(want), (end.result, want)
-    assert end.out.count('step 0/6') == 1, end.out  # the first goes on
-    end = run(compare, *flags)
-    rows = compare.read_rows(file)
-    assert ' 0 runs to do' in end.out and [row['gamma'] for row in rows] == [2, 4], end.out
-    assert not [*tmp_path.glob('*.part'), *tmp_path.glob('*.logs/*/ckpt.pt')]
-
-    write, late = compare.write_rows, tmp_path / 'a.logs/late/row.csv'
-    def meanwhile(path, rows):  # another command's row
-        if not late.exists():
-            write(late, [{**rows[0], 'log': 'late'}])
-        write(path, rows)
-    with patch.object(compare, 'write_rows', meanwhile):
-        compare.merge(file, compare.versions_in(rows[0]))
-    assert len(compare.read_rows(file)) == 3
+        assert repr(end.result) == repr(want), (end.result, want)
+        printed = (tmp_path / 'rate_0.1.runs/printed.txt').read_text()
+        assert printed.count('step 0/6') == 2 and 'step' not in end.out, printed  # the first goes on
+        first, table = end.out.splitlines()[1], file.read_text()
+        assert first.startswith('run 1 of 2: 007, seed 0: val_loss '), first
+        def no_step(*args):
+            raise AssertionError('it trains again')
+        with patch.object(gpt, 'train_step', no_step):
+            for left in '', '\n'.join(table.splitlines()[:2]), table[:-40]:
+                file.write_text(left)
+                assert repr(done(compare, *flags)) == repr(want)
+                assert file.read_text() == table
+        done(compare, *flags, '--seeds', '1')
+        rows = compare.read_rows(file, gpt)
+        assert [(row['data'], row['seed']) for row in rows] == [
+            ('007', 0), ('7', 0), ('007', 1), ('7', 1)], rows
+        assert not [*tmp_path.glob('*.part')] and len([*tmp_path.glob('rate*/*/*/ckpt.pt')]) == 4
+        with patch.object(gpt, 'CODE', gpt.CODE + 1):
+            refuse(compare, ['has changed since', 'name another file with --csv'], *flags)
+        text_data(tmp_path / 'data/7', TEXT + 'other')
+        refuse(compare, ['checksum', 'name another file with --csv'], *flags)
 
 @wants('scipy')
 def test_compare_intervals(tmp_path):
@@ -2995,7 +3003,7 @@ def test_compare_intervals(tmp_path):
 
 @wants('scipy')
 def test_compare_and_bench(tmp_path):
-    """Each script once, and not twice. Inference is the forward pass alone, by a clock."""
+    """Each script once. Inference is the forward pass alone, by a clock."""
     clock = [0.0]
     def takes(seconds, whole):  # by a clock that nothing else moves
         def slower(*args):
@@ -3004,9 +3012,8 @@ def test_compare_and_bench(tmp_path):
         return slower
     for script, net in zip(SCRIPTS, (gpt.GPT, vit.ViT, detr.DETR, mask.GPT2)):
         flags = [script.SCRIPT, *short_run(script, tmp_path), '--sweep', 'learning_rate=1e-3,1e-2']
-        rows = done(compare, *flags, '--seeds', '0,1')
-        again = run(compare, *flags, '--seeds', '0,1')
-        assert ' 0 runs to do' in again.out and repr(again.result) == repr(rows), again.out
+        end = run(compare, *flags, '--seeds', '0,1')
+        assert len(end.result) == 2 and 'run 4 of 4: 1e-2, seed 1' in end.out, end
         assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.csv')]) == 1
         file, nets = tmp_path / f'{script.SCRIPT}.csv', 1 + (script is mask)  # and its teacher
         with (patch.object(time, 'perf_counter', lambda: clock[0]),
@@ -3027,21 +3034,18 @@ def test_compare_and_bench(tmp_path):
 
 @wants('scipy')
 def test_compare_shares_a_teacher(tmp_path):
-    """Of a seed of its own. Weights are told by their tensors, not by their file."""
-    flags = ['mask_distill', *tiny(mask, tmp_path), '--seeds', '0,1', '--csv', tmp_path / 'a.csv']
-    masks = '--sweep', 'masks=window:4,window:8'
-    done(compare, *flags, *masks, '--teacher-seed', 5)
-    rows = compare.read_rows(tmp_path / 'a.csv')
+    """Of a seed of its own. With --init none is trained."""
+    file = tmp_path / 'a.csv'
+    flags = ['mask_distill', *tiny(mask, tmp_path), '--seeds', '0,1', '--sweep',
+             'masks=window:4,window:8']
+    at = flags.index('--masks')
+    del flags[at:at + 2]
+    done(compare, *flags, '--csv', file, '--teacher-seed', 5)
+    rows = compare.read_rows(file)
     teachers = {row['init'] for row in rows}
-    assert len(rows) == 4 and len(teachers) == 1 and len({row['init_crc'] for row in rows}) == 1
-    assert load(*teachers)['config']['seed'] == 5
-    torch.save(load(*teachers), *teachers)
-    assert ' 0 runs to do' in run(compare, *flags, *masks, '--teacher-seed', 5).out
-    weights = load(*teachers)
-    weights['model']['wte.weight'][0] += 1
-    torch.save(weights, *teachers)
-    with patch.object(mask, 'train_teacher', None):  # none is trained for a table with --init
-        refuse(compare, ['a.csv', 'weights'], *flags, *masks, '--init', *teachers)
+    assert len(rows) == 4 and len(teachers) == 1 and load(*teachers)['config']['seed'] == 5
+    with patch.object(mask, 'train_teacher', None):
+        done(compare, *flags, '--csv', tmp_path / 'b.csv', '--init', *teachers)
 
 @wants('scipy', 'matplotlib')
 def test_compare_draws(tmp_path):
@@ -3061,9 +3065,11 @@ def test_compare_draws(tmp_path):
             return run(compare, 'attentionx_gpt', '--from-csv', file,
                        report=contextlib.nullcontext).out.splitlines()
     again()
-    logs = {'softmax': [], 'belief': []}
+    logs, paths = {'softmax': [], 'belief': []}, {}
     for row in compare.read_rows(file):
-        logs[row['case']].append(compare.read_rows(tmp_path / f'a.logs/{row["log"]}/log.csv')[1:])
+        path = tmp_path / 'a.runs/attentionx_gpt' / row['log'] / 'log.csv'
+        logs[row['case']].append(compare.read_rows(path)[1:])
+        paths[row['case'], row['seed']] = path
     curves = itertools.product(('loss', 'val_loss'), ('step', 'seconds'), logs)
     for (figure, x, case), line, band in zip(curves, drawn[::2], drawn[1::2], strict=True):
         across, mean, colour, label = line
@@ -3071,30 +3077,34 @@ def test_compare_draws(tmp_path):
         a, b = [np.array([[row[x], row[figure]] for row in log]).T for log in logs[case]]
         close(np.array([across, mean]), (a + b) / 2, 1e-6)
         close(np.array(band), np.sort([a[1], b[1]], 0), 1e-6)
-    short = next(tmp_path.glob('a.logs/belief-s0*/log.csv'))
+    short = paths['belief', 0]
     short.write_text(''.join(short.read_text().splitlines(True)[:-1]))
-    for path in tmp_path.glob('a.logs/softmax*'):
-        shutil.rmtree(path)
+    for seed in 0, 1:
+        paths['softmax', seed].unlink()
     notes = [line for line in again() if line.startswith('note')]
     assert ['0 of 2 runs of softmax' in notes[0], '1 of 2 runs of belief' in notes[1]] == [True] * 2
     assert {colour for _, _, colour, _ in drawn[::2]} == {compare.VARIANTS['belief'][1]}
+    end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--eval-interval', 0, '--seeds', '0')
+    assert 'no picture of a single evaluation' in end.out, end.out
 
 @wants('scipy')
 def test_compare_with_a_file(tmp_path):
-    """--with adds a variant, in other processes too; its version stands in the rows."""
-    mine = tmp_path / 'mine.py'
-    mine.write_text("import attentionx_gpt\n"
-                    "attentionx_gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh - v\n")
+    """--with adds a variant. Once it is edited, its runs do not go on; an error names its row."""
+    mine, head = tmp_path / 'mine.py', 'import attentionx_gpt\nattentionx_gpt.ATTENTION'
+    mine.write_text(f"{head}['mine'] = lambda mh, v, gamma: mh - v\n")
     flags = ['attentionx_gpt', *tiny(gpt, tmp_path, *CPU), '--with', mine, '--seeds', '0',
-             '--csv', tmp_path / 'a.csv', '--sweep']
+             '--csv', tmp_path / 'a.csv', '--sweep', 'attention=softmax,mine']
     with patch.dict(gpt.ATTENTION):
-        done(compare, *flags, 'attention=softmax')
-        rows = done(compare, *flags, 'attention=softmax,mine', '--workers', 2)  # one is left
+        rows = done(compare, *flags)
         assert [row['case'] for row in rows] == ['softmax', 'mine'] and rows[1]['diff'] != 0
         for row in compare.read_rows(tmp_path / 'a.csv'):
             assert (row['script'], row['with']) == (compare.blob(gpt.__file__), compare.blob(mine))
-        mine.write_text(mine.read_text() + '# edited\n')
-        refuse(compare, ['another version'], *flags, 'attention=mine')
+        mine.write_text(f"{head}['mine'] = lambda mh, v, gamma: mh[..., :1]\n")
+        refuse(compare, ['another version', '--with'], *flags)
+        (tmp_path / 'a.csv').unlink()  # the folders know it, too
+        refuse(compare, ['has changed since', 'name another file with --csv'], *flags)
+        refuse(compare, ['mine, seed 0: RuntimeError', 'printed.txt'], *flags, '--csv',
+               tmp_path / 'b.csv')
 
 def test_diagnose(tmp_path):
     """A layer of each script by hand: MH, what replaces it, and both after W^o, without its bias;
