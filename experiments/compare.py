@@ -240,7 +240,7 @@ def add_teachers(script, cases, o):
 def mean_loss(log):
     """The mean training loss of all steps; a line of the log has that since the line before."""
     total = steps = 0
-    for before, line in zip(log, log[1:]):
+    for before, line in zip([dict(step=0), *log], log):
         if 'loss' in line:
             total += line['loss'] * (line['step'] - before['step'])
             steps += line['step'] - before['step']
