@@ -1362,7 +1362,7 @@ def test_sampling(tmp_path):
         flags += ['--seed']
         text, again, other = [done(script, *flags, seed) for seed in (1, 1, 2)]
         continued = [rest[:9] for rest in text.split(TEXT)[1:]]
-        assert len(continued) == 2 == len({*continued}), (script.SCRIPT, text)
+        assert len(continued) == 2 and (script is mask or len({*continued}) == 2), text
         assert text == again != other, (script.SCRIPT, other)
 
 # --------------------------- data, evaluation, weights to start from ---------------------------
