@@ -181,8 +181,7 @@ def parse(argv):
 def prepare(args):
     """Make data/NAME or data/weights/NAME.pt -> what it says of itself."""
     make, script, _, files = DATASETS.get(args.what) or (*OWN[args.what], [])
-    args.name = choose_name(args)
-    final = DATA / 'weights' / f'{args.name}.pt' if make is weights else DATA / args.name
+    final = choose_final(args, make)
     source, old = describe_source(args), read_final(final)
     had = old.get('source', source)
     moved = had['place'] != source['place']  # which is meant if it is gone, and contents are equal
@@ -208,18 +207,19 @@ def prepare(args):
     finish(final, meta, script)
     return meta
 
-def choose_name(args):
-    """What the result is called: --name, or as its file or folder is."""
+def choose_final(args, make):
+    """Where the result goes: it is called --name, or as its file or folder is."""
     path = Path(os.path.abspath(args.path or args.what))
     name = path.stem if path.is_file() else path.name
-    if args.what == 'weights':
+    if make is weights:
         name = re.sub(r'(\.(pt|pth|bin|tar|ckpt|safetensors))+$', '', path.name)
         name = path.parent.name if name in ('model', 'pytorch_model') else name
-    name = args.name or name
+    name = args.name = args.name or name
+    final = DATA / 'weights' / f'{name}.pt' if make is weights else DATA / name
     if (not re.fullmatch(r'[^./\\][^/\\]*', name) or name in ('builtin', 'download', 'weights')
-            or (DATA / name).absolute() == path):
+            or final.absolute() == path):
         fail(f'{name} cannot be the name of the result in {DATA}/: give another one with --name')
-    return name
+    return final
 
 def describe_source(args):
     """What the result is made from: a command, and a place of yours. Downloads that are verified
@@ -511,8 +511,8 @@ def text_file(paths, out, args):
             texts = itertools.chain(pieces('train', blocks(file, cut)), pieces('val', blocks(file)))
             return write_bins(encode(texts, tokenizer), out, tokenizer)
     except (UnicodeError, LookupError) as error:
-        fail(f'{path} is not a text in {args.encoding or "UTF-8"}: {error}' + (
-            advice([path]) or '. If it has another coding, say so: --encoding latin-1 or utf-16-le'))
+        hint = advice([path]) or '. If it has another coding, say --encoding latin-1, or utf-16-le'
+        fail(f'{path} is not a text in {args.encoding or "UTF-8"}: {error}{hint}')
 
 def tokens(paths, out, args):
     """train.bin and val.bin as nanoGPT writes them; copied, since nanoGPT would write over them.
@@ -555,7 +555,7 @@ def write_bins(rows, out, tokenizer):
             counts[split] += len(raw) // 2
             crcs[split] = zlib.crc32(raw, crcs[split])
     if min(counts.values()) < 2:
-        fail(f'{counts["train"]} tokens to train on and {counts["val"]} to validate on are too few: '
+        fail(f'{counts["train"]} tokens to train on and {counts["val"]} to validate on: too few, '
              'use a longer text')
     return dict(kind='tokens', tokenizer=tokenizer, vocab_size=VOCAB_SIZE[tokenizer], **counts,
                 checksum=[crcs['train'], crcs['val']])
@@ -696,7 +696,8 @@ def read_arrays(path):
                     if words & {*names.split()}:
                         first = found[split].setdefault(what, name)
                         if first != name:
-                            fault('files', f'{path}: its {what} may be {first}, or {name}: keep one')
+                            fault('files', f'{path}: its {what} may be {first}, or {name}: '
+                                  'keep one')
             if not found or min(map(len, found.values())) < 2:
                 raise ValueError('it must hold arrays named images and labels')
             for split, pair in found.items():
@@ -804,6 +805,10 @@ def photos(paths, out, args):
     if not groups:
         stop_at_faults(folder)
         fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
+    for path in others:
+        if path.stem.lower() in SPLITS and [*groups] == ['']:
+            fault('lists', f'{path} may list a split: make folders train/CLASS/* and val/CLASS/* '
+                  'of it, or take it out of the folder')
     splits = choose_splits(folder, groups, three=True)
     splits, bits = read_photos(splits, args.skip_faults)
     train, *held = [{photo.label for photo in part} for part in splits]
@@ -839,6 +844,10 @@ def split_photos(folder, rows):
     deep = {parts[0] for parts, _ in rows if len(parts) > 2}
     splits = {name: split_of(name) for name in sorted(deep) if split_of(name)}
     groups, flat = defaultdict(list), Counter()
+    for parts, path in rows:
+        if len(parts) > 2 and not splits and split_of(parts[1]):
+            fault('folders', f'{folder / path}: if {parts[1]} is a split, its place is '
+                  f'{parts[1]}/{parts[0]}')
     for split in {*splits.values()}:
         alike = [name for name in splits if splits[name] == split]
         if len(alike) > 1:
@@ -995,8 +1004,8 @@ def objects(paths, out, args):
         check_boxes(f'{folder}, {name}', part, categories)
     splits, bits = read_photos(splits, args.skip_faults)
     stop_at_faults(folder)
-    train, val = [{box['category_id'] for photo in part for box in photo.boxes if not box['iscrowd']}
-                  for part in splits]
+    train, val = [{box['category_id'] for photo in part for box in photo.boxes
+                   if not box['iscrowd']} for part in splits]
     check_classes(folder, [categories[id] for id in sorted(train | val)])
     for name, part in zip(('train', 'val'), splits):
         if not any(photo.objects for photo in part):
@@ -1080,10 +1089,11 @@ def read_coco(folder, files):
 def listed_photo(folder, roots, path, entry):
     """A photo from an entry of COCO's `images`."""
     file = str(entry['file_name']).replace('\\', '/')  # written on Windows
-    if re.match('([A-Za-z]:)?/', file) and not Path(file).exists():
-        file = file.split('/')[-1]  # it is of another computer
-    places = [root / file for root in dict.fromkeys(roots)]
-    place, *more = [place for place in places if place.is_file()] or places[:1]
+    for name in file, file.split('/')[-1]:  # with folders that may be of another computer
+        places = [root / name for root in dict.fromkeys(roots) if (root / name).is_file()]
+        if places:
+            break
+    place, *more = places or [roots[0] / file]
     inside = place.is_relative_to(folder)
     name = place.relative_to(folder).as_posix() if inside else place.name
     size = number(entry.get('width')) or 0, number(entry.get('height')) or 0

@@ -2182,9 +2182,9 @@ def held(final):
             with np.load(final / f'{split}.npz') as file:
                 images, labels = file['images'], file['labels']
             assert labels.dtype == np.int64 and (images.ndim == 1 or images.dtype == np.uint8)
-            rows[split] = [
-                (meta['classes'][k], pathlib.Path(x).parts[-3:] if images.ndim == 1 else x.tobytes())
-                for k, x in zip(labels, images, strict=True)]
+            rows[split] = [(meta['classes'][k], x.tobytes() if images.ndim > 1 else
+                            pathlib.Path(x).parts[-3:])
+                           for k, x in zip(labels, images, strict=True)]
         assert len(rows[split]) == meta[split], (split, meta)
     return rows
 
@@ -2230,7 +2230,7 @@ def paint_classes(folder, names='cat dog', first=0, n=10):
             paint(folder / name / f'{i}.png', flat(8, 12, (i, 9 * k, len(folder.name))))
 
 def objects_set(root, change=lambda content: None, size=(20, 40), turned=1, form='coco'):
-    """On each photo a cup (id, 5, 20, 10) and a pen (30, 8, 4, 10), as COCO or Roboflow has them."""
+    """On each photo a cup (id, 5, 20, 10) and a pen (30, 8, 4, 10), as COCO or Roboflow does it."""
     for split, ids in ('train', (1, 2, 3)), ('val', (4,)):
         folder = f'{split}2017' if form == 'coco' else split
         content = dict(images=[], annotations=[], categories=[
@@ -2436,6 +2436,11 @@ def test_door_refuses_photos(tmp_path):
     paint_classes(tmp_path / 'lone/test', first=20)
     paint_classes(tmp_path / 'spaces', 'cat dog')
     (tmp_path / 'spaces/dog').rename(tmp_path / 'spaces/cat ')
+    paint_classes(tmp_path / 'inside', 'cat/train cat/val dog/train dog/val')
+    paint_classes(tmp_path / 'both/train')
+    paint_classes(tmp_path / 'both/training', first=20)
+    paint_classes(tmp_path / 'listed')
+    write(tmp_path / 'listed/meta/train.txt', 'cat/1.png')
     paint_classes(tmp_path / 'data')
     paint_classes(tmp_path / 'broken')
     for i in range(5):
@@ -2444,7 +2449,9 @@ def test_door_refuses_photos(tmp_path):
         'photos beside': 'train / green', 'photos lacks': 'eel',
         'photos lacks/train/cat --name x': 'CLASS/',
         'photos lone': 'val and test / no train', 'photos spaces': '"cat" and "cat "',
-        'photos data': 'move or rename', 'photos .': 'move or rename',
+        'photos inside': 'train/cat', 'photos both': 'train and training',
+        'photos listed': 'train.txt may list', 'photos .': 'move or rename',
+        'photos data': 'move or rename',
         'photos broken': 'cat/1.png / cat/2.png / faults: 5 (5 photos) / --skip-faults'})
     _, meta, out = prepared(tmp_path, 'photos broken --skip-faults')
     assert meta['train'] + meta['test'] == 15 and out.count('fault ') == 5, out
@@ -2472,8 +2479,11 @@ def test_door_reads_objects(tmp_path):
     texts = each('annotations', lambda one: dict(
         category_id=str(one['category_id']), bbox=[*map(str, one['bbox'])], iscrowd='0'))
     for name, more in dict(
-            coco={}, roboflow=dict(form='roboflow'), backwards=dict(change=each('annotations', turn)),
-            texts=dict(change=texts), words=dict(change=ids(lambda i: f'image {i}')),
+            coco={}, roboflow=dict(form='roboflow'), texts=dict(change=texts),
+            backwards=dict(change=each('annotations', turn)),
+            far=dict(change=each('images', lambda one: dict(
+                file_name='C:\\photos\\' + one['file_name']))),
+            words=dict(change=ids(lambda i: f'image {i}')),
             large=dict(change=ids(lambda i: 2 ** 53 + i)), stored=dict(turned=6),
             nameless=dict(change=lambda content: [one.pop('id') for one in content['annotations']]),
             turned=dict(size=(40, 20), turned=6)).items():
