@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "tiktoken", "matplotlib"]
 # ///
-"""A GPT whose attention outputs a difference: AttentionX and BeliefFormer beside plain softmax.
+"""A GPT whose attention outputs how MH differs from V: AttentionX and BeliefFormer, and softmax.
 
 Multi-head attention gives a token a weighted sum of values, MH = softmax(QK^T / sqrt(hs)) V. The
 papers argue that a layer should output how MH differs from the token's own value V. The idea comes
@@ -26,9 +26,9 @@ exchange how their solutions differ [BF Eq. 1-5].
     [BF Eq. 15]     Delta and, through a second matrix W^s, Delta_s           belief-star
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
-By default gamma is 3 [AX2 Sec. 4.2], with --zero-diag 1 [AX2 Sec. 3.2], and in attentionx-v1 0.5
-[AX1 Sec. 4.2]. attentionx-v1 with gamma is gamma times attentionx with 1 / gamma. W^o can learn
-this factor, but they train differently.
+The default gamma is 3 [AX2 Sec. 4.2]. It is 1 if --zero-diag is set [AX2 Sec. 3.2], and in
+attentionx-v1 it is 0.5 [AX1 Sec. 4.2]. As gamma V - MH = gamma (V - MH / gamma), that row is
+gamma times attentionx with 1 / gamma. W^o can learn this factor, but the two train differently.
 
     python attentionx_gpt.py                              # train: a minute on two cores, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
@@ -82,7 +82,7 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
     q, k, v and MH are (B, T, nh, hs). With zero_diag no token attends to itself [AX2 Sec. 3.2]; the
     first, which then sees none, gets 0 [choice].
     """
-    if zero_diag:  # queries shifted by one: token t + 1 sees 0..t
+    if zero_diag:  # without the first query and the last key, token t + 1 sees 0..t
         mh = multi_head(q[:, 1:], k[:, :-1], v[:, :-1], dropout=dropout)
         return torch.cat([torch.zeros_like(v[:, :1]), mh], dim=1)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs)
@@ -156,7 +156,7 @@ class BeliefStar(CausalSelfAttention):
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# A class, for its own parameters, extends CausalSelfAttention; its forward returns (B, T, C).
+# A class, for its own parameters or another mask, extends CausalSelfAttention, as the two above.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -233,7 +233,7 @@ class Config:
     top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
-        if self.n_embd % (2 * self.n_head):  # rotate halves a head
+        if self.n_embd % (2 * self.n_head):  # rotate() cuts each head into halves
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
         if min(self.max_iters, self.seed) < 0 or min(self.batch_size, self.block_size) < 1:
             fail('--max-iters and --seed are 0 or more, --batch-size and --block-size 1 or more')
@@ -257,9 +257,9 @@ PRESETS = {
     'owt-124m': dict(GPT2_SMALL, vocab_size=50304, batch_size=12, grad_accum_steps=40,
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
-    # BF: 5B tokens of OpenWebText (prepare_data.py openwebtext --parts 12), by modded-nanogpt's
-    # branch `casted`. [choice] as on eight GPUs: 9536 steps of 524,288 tokens. [deviation] weights
-    # are not rounded to float8, windows are drawn with replacement, warmup ends a step later
+    # BF: 5B tokens of OpenWebText (prepare_data.py openwebtext --parts 12), with the code of
+    # modded-nanogpt's branch `casted`. [choice] 524,288 tokens a step, as its eight GPUs have.
+    # [deviation] weights are not rounded to float8, a window may come twice, warmup is a step longer
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
@@ -321,7 +321,7 @@ class GPT(nn.Module):
             ln_f=make_norm(c)))
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
-        ours = r'\.(wte|wpe|c_attn|c_fc|c_proj|c_proj_s)\.(weight|bias)$'  # lm_head is wte
+        ours = r'\.(wte|wpe|c_attn|c_fc|c_proj|c_proj_s)\.(weight|bias)$'  # lm_head has wte's
         for name, p in self.named_parameters():
             if re.search(ours, name):  # others, such as gamma or yours, keep the values they have
                 self.init_parameter(name, p)
@@ -334,7 +334,7 @@ class GPT(nn.Module):
         if name.endswith('.bias'):
             p.zero_()
         elif c.arch == 'rotary':
-            bound = p.size(1) ** -0.5
+            bound = p.size(1) ** -0.5  # PyTorch's default
             p.uniform_(-bound, bound, generator=generator)
         else:
             std = 0.02 / math.sqrt(2 * c.n_layer) if 'c_proj' in name else 0.02
@@ -361,7 +361,7 @@ class GPT(nn.Module):
         leaves only so many to choose from. As in nanoGPT, nothing is cached."""
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size:])[0][:, -1].float()  # (B, vocab_size)
-            if top_k:
+            if top_k > 0:
                 least = logits.topk(min(top_k, logits.size(1))).values[:, [-1]]
                 logits[logits < least] = -math.inf
             if temperature > 1e-6:  # if it is smaller, softmax would overflow
@@ -435,7 +435,7 @@ def make_model(c, meta):
         fail(f'--vocab-size {c.vocab_size}: the data have {meta["vocab_size"]} tokens')
     model = GPT(replace(c, vocab_size=c.vocab_size or meta['vocab_size']))
     if c.init and not c.resume:  # a run that goes on has weights of its own
-        load_weights(model, c.init, optional='c_proj_s|gamma')  # may be missing; add your names
+        load_weights(model, c.init, optional='c_proj_s|gamma')  # add the names of your parameters
     return model
 
 def load_weights(model, path, optional):
@@ -495,9 +495,10 @@ def get_lr(step, c):
     left = c.max_iters - step
     if c.schedule == 'trapezoid':  # constant until warmdown_iters before the end
         return c.learning_rate * min(1.0, left / max(1, c.warmdown_iters))
-    done = 1 - left / (c.max_iters - c.warmup_iters)  # from 0 to 1
-    cosine = 0.5 * (1 + math.cos(math.pi * done))     # from 1 to 0
-    return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
+    if c.schedule == 'cosine':
+        done = 1 - left / (c.max_iters - c.warmup_iters)  # from 0 to 1
+        cosine = 0.5 * (1 + math.cos(math.pi * done))     # from 1 to 0
+        return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> their mean loss."""
