@@ -662,26 +662,22 @@ def arrays(paths, out, args):
     if type(classes) is not list or len(classes) < 2 or not {*map(type, classes)} <= {str, int}:
         fail(f'{meta} must be a JSON object with "classes", a list of two names or more')
     classes = [*map(str, classes)]
-    check_classes(folder, classes)
     if texts:
         note(f'{folder}: labels are names: they become numbers in the order of the classes')
-    numbers = {name if texts else i: i for i, name in enumerate(classes)}
     for path, images, labels in groups.values():
         if images.shape != (len(images), *first[1].shape[1:]):
             fault('images', f'{path}: images {images.shape}, but {first[1].shape} in {first[0]}')
         for label, i in zip(*np.unique(labels, return_index=True)):
-            if label.item() not in numbers:
-                fault('labels', f'{path}: label {label} of image {i}, but labels are '
-                      f'{[*numbers][0]} to {[*numbers][-1]}')
+            if label.item() not in (classes if texts else range(len(classes))):
+                fault('labels', f'{path}: label {label} of image {i}, but the classes are '
+                      f'{classes[0]} to {classes[-1]}')
     stop_at_faults(folder)
-    groups = {split: (images, np.array([numbers[label] for label in labels.tolist()]))
-              for split, (_, images, labels) in sorted(groups.items())}
-    checksum = [[split, zlib.crc32(np.ascontiguousarray(images)), zlib.crc32(labels)]
-                for split, (images, labels) in groups.items()]
-    rows = {split: [*zip(*pair)] for split, pair in groups.items()}
-    splits = [[*zip(*part)] for part in choose_splits(folder, rows, three=True)]
-    note_copies('images', [[hash(image.tobytes()) for image in part[0]] for part in splits])
-    return write_images('arrays', splits, classes, checksum, out)
+    checksum = [[split, zlib.crc32(np.ascontiguousarray(images)), zlib.crc32(labels.tobytes())]
+                for split, (_, images, labels) in sorted(groups.items())]
+    rows = {split: [*zip(images, labels if texts else np.array(classes)[labels])]
+            for split, (_, images, labels) in groups.items()}
+    splits = choose_splits(folder, rows, three=True)
+    return write_images('arrays', folder, splits, classes, checksum, out)
 
 def read_arrays(path):
     """An .npz -> {train, val, test or '': (where, images, labels)}. Arrays are called images and
@@ -756,19 +752,28 @@ def note_copies(what, splits):
     if n:
         note(f'of {len(held):,} {what} to judge by {n:,} are copies of some to train on')
 
-def write_images(kind, splits, classes, checksum, out, colours='imagenet'):
-    """Write [train, test] or [train, test, val], pairs of images and labels -> what meta.json says
-    of them."""
-    named = dict(zip(('train', 'test', 'val'), splits))
-    for split, (images, labels) in named.items():
-        np.savez(out / f'{split}.npz', images=images, labels=np.array(labels, np.int64))
-    absent = [classes[i] for i in np.setdiff1d(range(len(classes)), splits[0][1])]
+def write_images(kind, folder, splits, classes, checksum, out, colours='imagenet'):
+    """Check and write [train, test] or [train, test, val], each rows of an image, or its path, and
+    its class -> what meta.json says of them."""
+    check_classes(folder, classes)
+    train, *held = [{name for _, name in rows} for rows in splits]
+    for name in sorted(set().union(*held) - train):
+        fault('classes', f'{folder}: class {name} has images to judge by, but none to train on')
+    stop_at_faults(folder)
+    absent = [name for name in classes if name not in train]
     if absent:
-        note(f'{len(absent)} of {len(classes)} classes have no images to train on: '
+        note(f'{folder}: {len(absent)} of {len(classes)} classes have no images: '
              f'{", ".join(absent[:5])}')
+    if kind == 'arrays':
+        note_copies('images', [[hash(image.tobytes()) for image, _ in rows] for rows in splits])
+    number = {name: i for i, name in enumerate(classes)}
+    named = dict(zip(('train', 'test', 'val'), splits))
+    for split, rows in named.items():
+        np.savez(out / f'{split}.npz', images=[image for image, _ in rows],
+                 labels=np.array([number[name] for _, name in rows], np.int64))
     mean, std = COLOURS[colours]
     return dict(kind=kind, classes=classes, mean=mean, std=std, checksum=checksum,
-                **{split: len(labels) for split, (_, labels) in named.items()})
+                **{split: len(rows) for split, rows in named.items()})
 
 CIFAR = {  # folder in the archive, train files, test files, file of class names, label bytes
     'cifar10': ('cifar-10-batches-bin', [f'data_batch_{i}.bin' for i in range(1, 6)],
@@ -787,7 +792,8 @@ def cifar(paths, out, args):
             splits.append((images, rows[:, label_bytes - 1]))
             checksum = zlib.crc32(data, checksum)
         classes = tar.extractfile(f'{folder}/{names}').read().decode().split()
-    return write_images('arrays', splits, classes, checksum, out, args.what)
+    splits = [[*zip(images, np.array(classes)[labels])] for images, labels in splits]
+    return write_images('arrays', paths[0], splits, classes, checksum, out, args.what)
 
 # ------------------------------------ photos ------------------------------------
 def photos(paths, out, args):
@@ -811,21 +817,15 @@ def photos(paths, out, args):
                   'of it, or take it out of the folder')
     splits = choose_splits(folder, groups, three=True)
     splits, bits = read_photos(splits, args.skip_faults)
-    train, *held = [{photo.label for photo in part} for part in splits]
-    classes = sorted(train)
-    check_classes(folder, classes)
+    classes = sorted({photo.label for photo in splits[0]})
     if len(classes) < 2 or all(map(split_of, classes)):
         fault('classes', f'{folder}: {", ".join(classes)}: it needs two class folders or more, '
               'named as the labels' + advice(others))
-    for label in sorted(set().union(*held) - train):
-        fault('classes', f'{folder}: class {label} has photos to judge by, but none to train on')
-    stop_at_faults(folder)
     facts = repr([[(photo.name, photo.crc) for photo in part] for part in splits])
-    number = {label: i for i, label in enumerate(classes)}
-    splits = [([final_place(photo.path, out, args) for photo in part],
-               [number[photo.label] for photo in part]) for part in splits]
     checksum = zlib.crc32(facts.encode(errors='surrogateescape'))
-    return dict(write_images('photos', splits, classes, checksum, out), bits=bits)
+    rows = [[(final_place(photo.path, out, args), photo.label) for photo in part]
+            for part in splits]
+    return dict(write_images('photos', folder, rows, classes, checksum, out), bits=bits)
 
 def photo_parts(files):
     """Photos among files -> (parts of the name, path). Folders around all of them are left out, and

@@ -2716,7 +2716,7 @@ def test_door_archives(tmp_path):
     photo, pixels = (tmp_path / 'x.jpg').read_bytes(), bytes(range(256)) * 12
     evil = dict.fromkeys(('../../1.jpg', 'val2017/x.pkl', 'val2017/../../000000000001.jpg',
                           'imagenette2-160/train/n01440764/../../../1.JPEG'), b'cos\nsystem\n.')
-    hundred = {'train.bin': b'\3\7' + pixels, 'test.bin': b'\3\1' + pixels,
+    hundred = {'train.bin': b'\3\7' + pixels, 'test.bin': b'\3\7' + pixels,
                'fine_label_names.txt': b'a b c d e f g apple'}
     nette = {f'imagenette2-160/{split}/{label}/1.JPEG': photo
              for split in ('train', 'val') for label in ('n01440764', 'n03888257')}
