@@ -259,7 +259,7 @@ PRESETS = {
                      eval_rows=2400),
     # BF: 5B tokens of OpenWebText (prepare_data.py openwebtext --parts 12), with the code of
     # modded-nanogpt's branch `casted`. [choice] 524,288 tokens a step, as its eight GPUs have.
-    # [deviation] weights are not rounded to float8, a window may come twice, warmup is a step longer
+    # [deviation] no weights are rounded to float8, windows may repeat, warmup is a step longer
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
                         schedule='trapezoid', warmup_iters=256, warmdown_iters=2048,
