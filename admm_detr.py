@@ -79,119 +79,23 @@ def fail(message):
 
 # ------------------------------------ the paper's method ------------------------------------
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
-# k (B, nh, N, hs), the tokens that rebuild it; x (B, nh, Q, N). is_self: self-attention.
-
-# A penalty must grow as x does: penalty(s x) = s penalty(x) for s > 0. Its row is (prox, size):
-#     prox(a, t) is the z that minimises t penalty(z) + ||z - a||^2 / 2
-#     size(q K^T).max() is the smallest lambda / 2 for which x is 0
-PENALTY = {
-    'l1': (lambda a, t: F.relu(a - t) - F.relu(-a - t), torch.abs),  # ||x||_1  [OA Eq. 2]
-    'positive': (lambda a, t: F.relu(a - t), F.relu),                # the same, and x >= 0
-}
-
-def lasso(q, k, c, is_self=False, vanilla=False):
-    """argmin_x ||q - x^T K||^2 + lambda penalty(x) + e ||x||^2, by ADMM -> x  [OA Eq. 2]
-
-    `vanilla` takes the N x N inverse: the same x up to rounding.
-    [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
-    are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
-    Gradients flow through lambda, rho and e, too.
-    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA changes x
-    after (3a): it sets x_ii to 0 and clamps x. Then ADMM need not converge; here (3b) does both, to
-    z. We over-relax, which saves iterations. We return z, not x: its zeros are exact.
-    """
-    prox, size = PENALTY[c.penalty]
-    products = q @ k.mT  # (B, nh, Q, N)
-    largest = size(without_self(products, is_self)).amax(-1, keepdim=True)  # (B, nh, Q, 1)
-    unit = mean_eigenvalue(k)  # (B, nh, 1, 1)
-    lam = 2 * c.sparsity * largest
-    rho, e = c.rho * unit, c.ridge * unit
-    t = lam / (2 * rho)
-    if vanilla:
-        inverse = vanilla_inverse(k, rho)
-    else:
-        P = ridge_matrix(k, rho)
-    z = u = torch.zeros_like(products)
-    for _ in range(c.iterations):
-        w = z - u
-        # (3a): x minimises ||q - x^T K||^2 + rho ||x - w||^2
-        if vanilla:
-            x = (products + rho * w) @ inverse  # [OA Eq. 3]
-        else:
-            x = w + (q - w @ k) @ P  # the same: P rebuilds what w leaves of q
-        a = 1.6 * x - 0.6 * z + u  # plain ADMM, not over-relaxed, has x + u
-        # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - a||^2
-        z = prox(without_self(a, is_self), t) / (1 + e / rho)
-        if c.clamp:
-            z = z.clamp(-c.clamp, c.clamp)
-        u = a - z  # (3c): plain ADMM has u + x - z
-    return z.masked_fill(largest == 0, 0)  # where no token points towards q, the best x is 0
-
-def l2(q, k, c, is_self=False):
-    """argmin_x ||q - x^T K||^2 + e ||x||^2 -> x  [OA Eq. 1]
-    [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
-    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # a smaller one is lost in rounding
-    x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # by Lagrange, the best x_i with x_ii = 0 is x_i + factor * row i of the inverse
-        rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
-        factor = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
-        x = without_self(x + factor.unsqueeze(-1) * rows, is_self)
-    return x
-
-def ridge_matrix(k, shift):
-    """P = (K^T K + shift I)^-1 K^T  (B, nh, hs, N). x = q P minimises ||q - x^T K||^2 + shift times
-    ||x||^2. P equals K^T (K K^T + shift I)^-1, but needs no N x N matrix.  [OA Eq. 4]
-    [deviation] OA's (4) has roots of the eigenvalues, drops the directions in which K K^T is zero,
-    and adds random noise to K^T K. Cholesky needs no noise."""
-    eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
-    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + shift * eye)  # _ex does not wait for the GPU
-    return torch.cholesky_solve(k.mT, factor)
-
-def vanilla_inverse(k, shift):
-    """(K K^T + shift I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
-    eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
-    return torch.linalg.inv_ex(k @ k.mT + shift * eye)[0]
-
-def mean_eigenvalue(k):
-    """The mean eigenvalue of K^T K  (B, nh, 1, 1): its trace / hs."""
-    return (k.square().sum((-2, -1), keepdim=True) / k.size(-1)).clamp_min(1e-8)
-
-def without_self(x, is_self):
-    """x (..., Q, N); with is_self, zero where a query meets itself.  [OA Sec. 3]"""
-    if is_self:
-        x = x.masked_fill(torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device), 0)
-    return x
-
-def sharpen(x, power):
-    """x^power / sum |x^power|  [OA Sec. 3], or x if power is 0. [choice] Tiny rows fade to zero."""
-    if not power:
-        return x
-    # divided by the largest, x^power is not too small for float32
-    y = (x / x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-6)) ** power
-    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)
-
-def add_random(tokens, random):
-    """tokens (B, nh, N, hs), random (n, hs) -> (B, nh, N + n, hs).  [OA Sec. 3]"""
-    return torch.cat([tokens, random.expand(*tokens.shape[:2], -1, -1)], dim=2)
-
+# k, v (B, nh, N, hs); x (B, nh, Q, N). is_self: self-attention, where tokens are queries, too.
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
-    [choice] No output projection, but --out-proj adds one."""
+    [choice] There is no output projection, either."""
     def __init__(self, c, is_self=False):
         super().__init__()
         self.config, self.is_self = c, is_self
-        self.out_proj = nn.Linear(c.hidden_dim, c.hidden_dim) if c.out_proj else nn.Identity()
+        self.out_proj = nn.Identity()
+
+    def forward(self, q, k, v, padding=None):
+        """q (B, Q, C), k and v (B, N, C), padding (B, N) True where padded -> (B, Q, C)."""
+        y = self.mix(*self.heads(q, k, v), padding).to(q.dtype)  # (B, nh, Q, hs)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def heads(self, *qkv):
         """q (B, Q, C), k and v (B, N, C) -> (B, nh, Q, hs), (B, nh, N, hs) twice."""
         return [x.unflatten(2, (self.config.nheads, -1)).transpose(1, 2) for x in qkv]
-
-    def coefficients(self, q, k, v, padding):
-        """softmax's x (B, nh, Q, N), which pictures need."""
-        scores = q @ k.mT / math.sqrt(q.size(-1))
-        if padding is not None:
-            scores = scores.masked_fill(padding[:, None, None], -math.inf)
-        return scores.softmax(-1)
 
     def mix(self, q, k, v, padding):
         """x^T V (B, nh, Q, hs). The fused kernel never makes x."""
@@ -199,10 +103,12 @@ class Attention(nn.Module):
         dropout = self.config.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
 
-    def forward(self, q, k, v, padding=None):
-        """q (B, Q, C), k and v (B, N, C), padding (B, N) True where padded -> (B, Q, C)."""
-        y = self.mix(*self.heads(q, k, v), padding).to(q.dtype)
-        return self.out_proj(y.transpose(1, 2).flatten(2))
+    def coefficients(self, q, k, v, padding):
+        """x (B, nh, Q, N), which pictures need."""
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        if padding is not None:
+            scores = scores.masked_fill(padding[:, None, None], -math.inf)
+        return scores.softmax(-1)
 
 class MultiheadAttention(Attention):
     """The same with weights: nn.MultiheadAttention, with its names.  [OA Sec. 2]"""
@@ -226,6 +132,23 @@ class Reconstruction(Attention):
         random = torch.randn(c.random_tokens, c.hidden_dim // c.nheads, generator=generator)
         self.register_buffer('random', random, persistent=False)  # (n, hs)
 
+    def mix(self, q, k, v, padding):
+        with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            x = self.coefficients(q, k, v, padding)
+            x = F.dropout(x, self.config.dropout, self.training)  # [choice] as softmax has it
+            if self.config.mix_random:
+                v = add_random(v, self.random)
+            else:
+                x = x[..., :v.size(2)]  # what random tokens take is lost
+            return x @ v
+
+    def coefficients(self, q, k, v, padding):
+        """x (B, nh, Q, N + n), the last n for random tokens."""
+        tokens = self.tokens_to_solve_over(k, v, padding)
+        return sharpen(self.solve(q, tokens, self.config, self.is_self), self.config.power)
+
     def tokens_to_solve_over(self, k, v, padding):
         """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
         [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x. In
@@ -240,26 +163,105 @@ class Reconstruction(Attention):
             tokens = (tokens - mean).masked_fill(hide, 0)
         return add_random(tokens, self.random)
 
-    def coefficients(self, q, k, v, padding):
-        """x (B, nh, Q, N + n), the last n for random tokens."""
-        tokens = self.tokens_to_solve_over(k, v, padding)
-        return sharpen(self.solve(q, tokens, self.config, self.is_self), self.config.power)
+def add_random(tokens, random):
+    """tokens (B, nh, N, hs), random (n, hs) -> (B, nh, N + n, hs).  [OA Sec. 3]"""
+    return torch.cat([tokens, random.expand(*tokens.shape[:2], -1, -1)], dim=2)
 
-    def mix(self, q, k, v, padding):
-        with torch.autocast(q.device.type, enabled=False):  # sums of squares need float32's range
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-            x = self.coefficients(q, k, v, padding)
-            x = F.dropout(x, self.config.dropout, self.training)  # [choice] as softmax has it
-            if self.config.mix_random:
-                v = add_random(v, self.random)
-            else:
-                x = x[..., :v.size(2)]  # what random tokens take is lost
-            return x @ v
+# A penalty doubles when x does. Its row is (prox, size):
+#     prox(a, t) is the z that minimises t penalty(z) + ||z - a||^2 / 2
+#     size(q K^T): if none of its entries is above lambda / 2, the best x is 0
+PENALTY = {
+    'l1': (lambda a, t: F.relu(a - t) - F.relu(-a - t), torch.abs),  # ||x||_1  [OA Eq. 2]
+    'positive': (lambda a, t: F.relu(a - t), F.relu),                # the same, and x >= 0
+}
+
+def lasso(q, k, c, is_self=False, vanilla=False):
+    """argmin_x ||q - x^T K||^2 + lambda penalty(x) + e ||x||^2, by ADMM -> x  [OA Eq. 2]
+
+    `vanilla` takes the N x N inverse: the same x up to rounding.
+    [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
+    are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
+    Gradients flow through lambda, rho and e, too.
+    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA sets x_ii
+    to 0 and clamps x after (3a); then ADMM need not converge. Here both are done to z, in (3b). Our
+    steps are over-relaxed: 4 do for 8 plain ones. We return z, not x: its zeros are exact.
+    """
+    prox, size = PENALTY[c.penalty]
+    products = q @ k.mT  # (B, nh, Q, N)
+    largest = size(without_self(products, is_self)).amax(-1, keepdim=True)  # (B, nh, Q, 1)
+    unit = mean_eigenvalue(k)  # (B, nh, 1, 1)
+    lam = 2 * c.sparsity * largest
+    rho, e = c.rho * unit, c.ridge * unit
+    t = lam / (2 * rho)
+    if vanilla:
+        inverse = vanilla_inverse(k, rho)
+    else:
+        P = ridge_matrix(k, rho)
+    z = u = torch.zeros_like(products)
+    for _ in range(c.iterations):
+        # (3a): x minimises ||q - x^T K||^2 + rho ||x - w||^2
+        w = z - u
+        if vanilla:
+            x = (products + rho * w) @ inverse  # [OA Eq. 3]
+        else:
+            x = w + (q - w @ k) @ P  # the same: P rebuilds what w leaves of q
+        relaxed = 1.6 * x - 0.6 * z  # 1.6 times the way from z to x; in plain ADMM it is x
+        # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - a||^2
+        a = relaxed + u
+        z = prox(without_self(a, is_self), t) / (1 + e / rho)
+        if c.clamp:
+            z = z.clamp(-c.clamp, c.clamp)
+        u = a - z  # (3c): u + relaxed - z
+    return z.masked_fill(largest == 0, 0)  # where no token points towards q, the best x is 0
+
+def without_self(x, is_self):
+    """x (..., Q, N); with is_self, zero where a query meets itself.  [OA Sec. 3]"""
+    if is_self:
+        x = x.masked_fill(torch.eye(*x.shape[-2:], dtype=torch.bool, device=x.device), 0)
+    return x
+
+def mean_eigenvalue(k):
+    """The mean eigenvalue of K^T K  (B, nh, 1, 1): its trace / hs."""
+    return (k.square().sum((-2, -1), keepdim=True) / k.size(-1)).clamp_min(1e-8)
+
+def ridge_matrix(k, shift):
+    """P = (K^T K + shift I)^-1 K^T  (B, nh, hs, N). x = q P minimises ||q - x^T K||^2 + shift times
+    ||x||^2. P equals K^T (K K^T + shift I)^-1, but needs no N x N matrix.  [OA Eq. 4]
+    [deviation] OA's (4) has roots of the eigenvalues, drops the directions in which K K^T is zero,
+    and adds random noise to K^T K. Cholesky needs no noise."""
+    eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
+    factor, _ = torch.linalg.cholesky_ex(k.mT @ k + shift * eye)  # _ex does not wait for the GPU
+    return torch.cholesky_solve(k.mT, factor)
+
+def vanilla_inverse(k, shift):
+    """(K K^T + shift I)^-1  (B, nh, N, N).  [OA Eq. 3]"""
+    eye = torch.eye(k.size(-2), dtype=k.dtype, device=k.device)
+    return torch.linalg.inv_ex(k @ k.mT + shift * eye)[0]
+
+def l2(q, k, c, is_self=False):
+    """argmin_x ||q - x^T K||^2 + e ||x||^2 -> x  [OA Eq. 1]
+    [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
+    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # a smaller one is lost in rounding
+    x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
+    if is_self:  # a pull at x_ii moves all of x_i along row i of the inverse: pull until x_ii is 0
+        rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
+        pull = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
+        x = without_self(x + pull.unsqueeze(-1) * rows, is_self)
+    return x
+
+def sharpen(x, power):
+    """x^power / sum |x^power|  [OA Sec. 3], or x if power is 0. [choice] Tiny rows fade to zero."""
+    if not power:
+        return x
+    # divided by the largest, x^power is not too small for float32
+    y = (x / x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-6)) ** power
+    # now the largest |y| is 1, and the sum 1 or more; only where all x were tiny is it less
+    return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)
 
 # To try your own problem, write a function like l2, and add a row like l2's. Run it with
-# --cross-attention NAME. Padded tokens in `k` are zero, and their x must be zero; random tokens
-# come last. x is sharpened afterwards. A row makes a layer: row(c, is_self).
+# --cross-attention NAME. In `k`, padded tokens are zero (tokens_to_solve_over sees to it); your x
+# of them must be zero, too. Random tokens come last. x is sharpened afterwards. A row makes a
+# layer: row(c, is_self).
 vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
     'softmax': MultiheadAttention,                                           # [OA Sec. 2]
@@ -288,10 +290,8 @@ class Config:
     power: Literal[0, 1, 3, 5] = 3  # x to this power, normalised; 0: x as it is; OA: 5
     random_tokens: int = 0         # appended to the tokens; OA has some
     mix_random: bool = False       # they have values, too, as in OA; else they only take weight
-    out_proj: bool = False         # an output projection where there are no weights, too
     # model
     backbone: Literal['small', 'resnet50'] = 'small'  # resnet50 needs --init
-    stride: Literal[4, 8, 16, 32] = 8  # pixels per token of the small backbone
     hidden_dim: int = 64           # channels, a multiple of 4 and of nheads
     nheads: int = 4
     enc_layers: int = 2
@@ -361,7 +361,7 @@ DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_
 PRESETS = {
     'tiny': {},
     't4': dict(batch_size=16, grad_accum_steps=2, max_iters=6000, eval_interval=500),
-    # 1 GiB of memory per image. [choice] all but DETR_R50
+    # 1 GiB of memory per image. [choice] every number here
     'finetune': dict(DETR_R50, init='data/weights/detr-r50.pt', image_size=480, batch_size=2,
                      grad_accum_steps=8, max_iters=600, warmdown_iters=150, eval_interval=200),
     # OA: 4 GPUs with 8 images each, DETR's rates. [choice] DETR's 300 epochs of 3696 steps, the
@@ -425,18 +425,15 @@ class ResNet50(nn.Sequential):
         self.layer1.requires_grad_(False)
 
 class SmallBackbone(nn.Sequential):
-    """A few convolutions that learn from scratch; `stride` pixels per token. Group norm sees
-    padding, too, so a photo's features depend a little on the other photos of its batch."""
-    channels = 96
+    """Four convolutions that learn from scratch; 8 pixels per token. Group norm sees padding, too,
+    so a photo's features depend a little on the other photos of its batch."""
+    channels = 96  # of its output
 
-    def __init__(self, stride):
+    def __init__(self):
         super().__init__()
-        widths = [3, 32, 64, 96, 96, 96, 96]
-        halvings = int(math.log2(stride))
-        for i in range(halvings + 1):
-            step = 2 if i < halvings else 1
-            self.append(nn.Conv2d(widths[i], widths[i + 1], 3, step, 1, bias=False))
-            self.append(nn.GroupNorm(8, widths[i + 1]))
+        for c_in, c_out, stride in [(3, 32, 2), (32, 64, 2), (64, 96, 2), (96, 96, 1)]:
+            self.append(nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False))
+            self.append(nn.GroupNorm(8, c_out))
             self.append(nn.ReLU())
 
 def sine_positions(inside, channels):
@@ -499,7 +496,7 @@ class DETR(nn.Module):
         super().__init__()
         self.config = c = config
         C = c.hidden_dim
-        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone(c.stride)
+        body = ResNet50() if c.backbone == 'resnet50' else SmallBackbone()
         encoder = nn.ModuleList(EncoderLayer(c) for _ in range(c.enc_layers))
         decoder = nn.ModuleList(DecoderLayer(c) for _ in range(c.dec_layers))
         self.transformer = nn.ModuleDict(dict(
@@ -517,20 +514,19 @@ class DETR(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name, p):
-        """Initialise p from the seed and its name alone, so it starts equal in all variants."""
+        """Initialise p by seed and name alone: layers that variants share start equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
-        weight = p
-        if name.endswith('.bias'):  # it is drawn like the weight beside it
-            weight = self.get_parameter(name.removesuffix('bias') + 'weight')
+        layer, _, kind = name.rpartition('.')  # kind: weight, bias or in_proj_weight
+        weight = self.get_parameter(f'{layer}.weight') if kind == 'bias' else p  # of the layer
+        fan_out, fan_in = len(weight), weight[0].numel()
+        bound = fan_in ** -0.5  # PyTorch's default
+        if name.startswith('transformer') and kind != 'bias':
+            bound = math.sqrt(6 / (fan_in + fan_out))  # Xavier's, as in DETR
         if name == 'query_embed.weight':
             p.normal_(generator=generator)
         elif name.endswith('out_proj.bias'):
             p.zero_()
         elif weight.dim() > 1:  # norms, which have no matrix, stay as they are
-            fan_out, fan_in = len(weight), weight[0].numel()
-            bound = fan_in ** -0.5  # PyTorch's default
-            if name.startswith('transformer') and p is weight:
-                bound = math.sqrt(6 / (fan_in + fan_out))  # Xavier's, as in DETR
             p.uniform_(-bound, bound, generator=generator)
 
     def encode(self, images, mask=None):
@@ -587,13 +583,6 @@ SHAPES = {
     'triangle': lambda x, y, tip: (x >= tip * (1 - y)) & (x <= 1 - (1 - tip) * (1 - y)),
 }
 
-def overlap(a, b):
-    """Whether two boxes (centre, size) share at least 15 % of the smaller one."""
-    (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
-    width = max(0, (aw + bw) / 2 - abs(ax - bx))
-    height = max(0, (ah + bh) / 2 - abs(ay - by))
-    return width * height >= 0.15 * min(aw * ah, bw * bh)
-
 class Drawings:
     """n drawings of one to four shapes, which need no files and no network."""
     def __init__(self, n, side):
@@ -606,7 +595,8 @@ class Drawings:
         """A fresh drawing or, without rng, the validation drawing of that row."""
         rng = rng or stream('validation', row)
         target = self.target(row, rng)
-        return self.draw(target, stream('pixels', int(rng.integers(2 ** 32)))), target
+        pixels = stream('pixels', int(rng.integers(2 ** 32)))  # for greys, colours, tips and noise
+        return self.draw(target, pixels), target
 
     def target(self, row, rng=None):
         """What a drawing shows."""
@@ -642,6 +632,13 @@ class Drawings:
             image[:, box & shapes[label](x, y, tip)] = ink[:, None]
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         return torch.from_numpy((image.clip(0, 1) - MEAN) / STD)
+
+def overlap(a, b):
+    """Whether two boxes (centre, size) share at least 15 % of the smaller one."""
+    (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
+    width = max(0, (aw + bw) / 2 - abs(ax - bx))
+    height = max(0, (ah + bh) / 2 - abs(ay - by))
+    return width * height >= 0.15 * min(aw * ah, bw * bh)
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
@@ -751,39 +748,70 @@ def load_data(c):
     return SimpleNamespace(train=train, val=val, meta=meta)
 
 # ------------------------------------ matching and losses ------------------------------------
-def assign(cost):
-    """cost (n, m) -> rows, columns of the cheapest pairs: scipy's linear_sum_assignment, slowly.
+def set_loss(outputs, targets, c):
+    """DETR's losses, a dict. loss, which training minimises: the weighted sum of cross-entropy, L1
+    distance and GIoU over all decoder layers. loss_ce, loss_bbox, loss_giou: its parts in the last
+    layer, unweighted. class_error: the % of matched queries whose class is wrong there.
+    [deviation] Each micro-batch's loss is divided by its own objects and class weights, so 2 x 16
+    images give another loss than 8 x 4. DETR has no micro-batches, and counts the objects of all
+    processes."""
+    outs = [outputs, *outputs['aux_outputs']]  # of L layers: the last, then the first, second, ...
+    logits = torch.stack([out['pred_logits'] for out in outs])  # (L, B, Q, classes + 1)
+    boxes = torch.stack([out['pred_boxes'] for out in outs])  # (L, B, Q, 4)
+    labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
+    true_boxes = torch.cat([target['boxes'] for target in targets]).to(logits.device)  # (T, 4)
+    counts = [len(target['labels']) for target in targets]  # T is their sum
+    layer, image, query, obj = hungarian_match(logits, boxes, labels, true_boxes, counts, c)
+    matched = sum(min(n, c.num_queries) for n in counts)  # pairs in each layer
+    num_boxes = max(1, sum(counts))
 
-    Rows get columns one at a time. A new row may take a column from its owner, which takes another,
-    and so on. The Bellman-Ford method finds the cheapest such chain that ends in a free column."""
-    n, m = cost.shape
-    if n > m:
-        columns, rows = assign(cost.T)
-        return np.sort(rows), columns[rows.argsort()]  # row by row, as scipy has them
-    cost = cost.astype(float)
-    owner = np.full(m, -1)  # the row that has each column; -1: it is free
-    margin = 1e-12 * abs(cost).max(initial=0)  # more than rounding errors
-    for row in range(n):
-        length = cost[row].copy()  # of the cheapest chain yet that ends in each column
-        before = np.full(m, -1)    # the column before it in that chain
-        changed = True
-        while changed:
-            changed = False
-            for j in np.flatnonzero(owner >= 0):  # its owner moves to another column
-                through = length[j] - cost[owner[j], j] + cost[owner[j]]
-                cheaper = through < length - margin
-                length[cheaper], before[cheaper] = through[cheaper], j
-                changed |= cheaper.any()
-        j = np.where(owner < 0, length, np.inf).argmin()
-        while before[j] >= 0:  # every row in the chain moves
-            owner[j], j = owner[before[j]], before[j]
-        owner[j] = row
-    return np.arange(n), owner.argsort()[m - n:]  # free columns come first
+    # classes: a query without an object should say no-object
+    no_object = logits.size(-1) - 1
+    classes = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
+    classes[layer, image, query] = labels[obj]
+    class_weight = torch.where(classes == no_object, c.eos_coef, 1.0)
+    total_weight = matched + c.eos_coef * (classes[0].numel() - matched)  # in each layer
+    loss_ce = class_weight * F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
+    right = logits[layer, image, query].argmax(-1) == labels[obj]  # (pairs,)
 
-def box_cxcywh_to_xyxy(boxes):
-    """Centre and size (..., 4) -> left, top, right, bottom."""
-    centre, size = boxes.chunk(2, -1)
-    return torch.cat([centre - size / 2, centre + size / 2], -1)
+    # boxes, of the pairs alone
+    boxes, true_boxes = boxes[layer, image, query], true_boxes[obj]  # (pairs, 4)
+    loss_bbox = (boxes - true_boxes).abs()
+    loss_giou = 1 - generalized_box_iou(boxes, true_boxes)  # (pairs,)
+
+    loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
+            + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
+    is_last = layer == 0  # see outs
+    return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
+                loss_bbox=(loss_bbox.sum(-1) * is_last).sum() / num_boxes,
+                loss_giou=(loss_giou * is_last).sum() / num_boxes,
+                class_error=100 * (1 - (right & is_last).sum() / max(1, matched)))
+
+@torch.no_grad()
+def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
+    """The cheapest pairs of queries and objects, for each image and layer separately -> four
+    indices (pairs,): layer, image, query, object.
+
+    logits (L, B, Q, classes + 1), boxes (L, B, Q, 4). labels (T,) and true_boxes (T, 4) are of all
+    objects, image by image; counts says how many each image has."""
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        fail('the matching of boxes needs scipy: pip install scipy')
+    boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
+    distance = (boxes - true_boxes).abs().sum(-1)  # (L, B, Q, T)
+    giou = generalized_box_iou(boxes, true_boxes)
+    probability = logits.softmax(-1)[..., labels]
+    # DETR's 1 - probability: the 1 makes no difference
+    cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - probability
+    cost = cost.nan_to_num().cpu().numpy()  # the loss will say if something is not finite
+    pairs, first = [], 0  # the image's first object
+    for image, n in enumerate(counts):
+        for layer in range(len(cost)):
+            queries, objects = linear_sum_assignment(cost[layer, image, :, first:first + n])
+            pairs += [(layer, image, q, first + i) for q, i in zip(queries, objects)]
+        first += n
+    return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
 
 def generalized_box_iou(a, b):
     """IoU of boxes (..., 4), less the empty share of the smallest box around both; broadcasts."""
@@ -795,74 +823,17 @@ def generalized_box_iou(a, b):
     around = area(torch.minimum(a0, b0), torch.maximum(a1, b1))
     return intersection / union.clamp_min(1e-30) - (around - union) / around.clamp_min(1e-30)
 
-@torch.no_grad()
-def hungarian_match(logits, boxes, labels, true_boxes, counts, c):
-    """The cheapest pairs of queries and objects, for each image and layer separately -> four
-    indices (pairs,): layer, image, query, object.
-
-    logits (L, B, Q, classes + 1), boxes (L, B, Q, 4). labels (T,) and true_boxes (T, 4) are of all
-    objects, image by image; counts says how many each image has."""
-    try:
-        from scipy.optimize import linear_sum_assignment as solve  # much faster
-    except ImportError:
-        solve = assign
-    boxes = boxes.unsqueeze(-2)  # (L, B, Q, 1, 4)
-    distance = (boxes - true_boxes).abs().sum(-1)  # (L, B, Q, T)
-    giou = generalized_box_iou(boxes, true_boxes)
-    probability = logits.softmax(-1)[..., labels]
-    # DETR's 1 - probability: the 1 makes no difference
-    cost = c.bbox_loss_coef * distance - c.giou_loss_coef * giou - probability
-    cost = cost.nan_to_num().cpu().numpy()  # the loss will say if something is not finite
-    pairs, first = [], 0  # the image's first object
-    for image, n in enumerate(counts):
-        for layer in range(len(cost)):
-            queries, objects = solve(cost[layer, image, :, first:first + n])
-            pairs += [(layer, image, q, first + i) for q, i in zip(queries, objects)]
-        first += n
-    return torch.tensor(pairs, dtype=torch.long, device=logits.device).view(-1, 4).T
-
-def set_loss(outputs, targets, c):
-    """DETR's losses, a dict. loss, which training minimises: the weighted sum of cross-entropy, L1
-    distance and GIoU over all decoder layers. loss_ce, loss_bbox, loss_giou: its parts in the last
-    layer, unweighted. class_error: the % of matched queries whose class is wrong there.
-    [deviation] Each micro-batch's loss is divided by its own objects and class weights, so 2 x 16
-    images give another loss than 8 x 4. DETR has no micro-batches, and counts the objects of all
-    processes."""
-    outs = [outputs, *outputs['aux_outputs']]  # of the L layers; number 0 is the last one
-    logits = torch.stack([out['pred_logits'] for out in outs])  # (L, B, Q, classes + 1)
-    boxes = torch.stack([out['pred_boxes'] for out in outs])  # (L, B, Q, 4)
-    labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
-    true_boxes = torch.cat([target['boxes'] for target in targets]).to(logits.device)  # (T, 4)
-    counts = [len(target['labels']) for target in targets]
-    layer, image, query, obj = hungarian_match(logits, boxes, labels, true_boxes, counts, c)
-    places = layer, image, query
-    boxes, labels, true_boxes = boxes[places], labels[obj], true_boxes[obj]  # of the pairs
-    no_object = logits.size(-1) - 1
-    classes = torch.full(logits.shape[:3], no_object, device=logits.device)  # (L, B, Q)
-    classes[places] = labels
-    class_weight = torch.where(classes == no_object, c.eos_coef, 1.0)
-    loss_ce = class_weight * F.cross_entropy(logits.movedim(-1, 1), classes, reduction='none')
-    loss_bbox = (boxes - true_boxes).abs()  # (pairs, 4)
-    loss_giou = 1 - generalized_box_iou(boxes, true_boxes)  # (pairs,)
-
-    # cross-entropy is divided by the sum of its weights, the others by the number of objects
-    matched = len(obj) // len(outs)  # pairs in each layer
-    total_weight = matched + c.eos_coef * (classes[0].numel() - matched)
-    num_boxes = max(1, sum(counts))
-    loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
-            + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
-    last = layer == 0  # whether a pair is of the last layer
-    right = (logits[places].argmax(-1) == labels) & last
-    return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
-                loss_bbox=(loss_bbox.sum(-1) * last).sum() / num_boxes,
-                loss_giou=(loss_giou * last).sum() / num_boxes,
-                class_error=100 * (1 - right.sum() / max(1, matched)))
+def box_cxcywh_to_xyxy(boxes):
+    """Centre and size (..., 4) -> left, top, right, bottom."""
+    centre, size = boxes.chunk(2, -1)
+    return torch.cat([centre - size / 2, centre + size / 2], -1)
 
 @torch.no_grad()
 def post_process(outputs, targets):
     """What each query finds, in COCO's json form: its likeliest class other than no-object, and
     its box (left, top, width, height) in pixels of the original."""
-    scores, labels = outputs['pred_logits'].softmax(-1)[..., :-1].max(-1)  # (B, Q)
+    probability = outputs['pred_logits'].softmax(-1)
+    scores, labels = probability[..., :-1].max(-1)  # (B, Q)
     boxes = box_cxcywh_to_xyxy(outputs['pred_boxes'])  # (B, Q, 4)
     found = []
     for i, target in enumerate(targets):
@@ -876,40 +847,6 @@ def post_process(outputs, targets):
 
 # ------------------------------------ average precision ------------------------------------
 IOUS = np.linspace(0.5, 0.95, 10).tolist()  # a box is right if it has this IoU with an object
-
-def box_iou(found, true):
-    """IoU of two boxes or, if the true one is a crowd, the share of the found one inside it."""
-    (x, y, w, h), (X, Y, W, H) = found['bbox'], true['bbox']
-    width = max(0, min(x + w, X + W) - max(x, X))
-    height = max(0, min(y + h, Y + H) - max(y, Y))
-    intersection = width * height
-    union = w * h if true['iscrowd'] else w * h + W * H - intersection
-    return intersection / max(union, 1e-99)
-
-def match_detections(overlaps, objects, least):
-    """Match the detections of a category with its objects -> whether each one is right. Those that
-    match only a crowd do not count, and are left out.
-
-    overlaps: for each detection, the highest-scoring first, a dict {index in objects: IoU} of the
-    objects in its image. least: the IoU that makes a match."""
-    claimed, right = set(), []
-    for ious in overlaps:
-        fits = [i for i, iou in ious.items() if iou >= least and i not in claimed]
-        single = [i for i in fits if not objects[i]['iscrowd']]
-        if single:
-            claimed.add(max(reversed(single), key=ious.get))  # of equal ones the last
-        if single or not fits:
-            right.append(bool(single))
-    return right
-
-def average_precision(right, wanted):
-    """The mean precision at 101 recalls from 0 to 1. right: of match_detections; wanted: the number
-    of objects."""
-    hits = np.cumsum(right, dtype=int)
-    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))  # as in pycocotools
-    precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
-    reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
-    return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 def coco_ap(ground_truth, detections):
     """COCO's average precision over ten IoUs, at 0.5 and at 0.75; nan if there is nothing to find.
@@ -941,6 +878,40 @@ def coco_ap(ground_truth, detections):
         return dict(AP=math.nan, AP50=math.nan, AP75=math.nan)
     AP = np.stack(AP, axis=1)  # (10, categories)
     return dict(AP=AP.mean().item(), AP50=AP[0].mean().item(), AP75=AP[5].mean().item())
+
+def box_iou(found, true):
+    """IoU of two boxes or, if the true one is a crowd, the share of the found one inside it."""
+    (x, y, w, h), (X, Y, W, H) = found['bbox'], true['bbox']
+    width = max(0, min(x + w, X + W) - max(x, X))
+    height = max(0, min(y + h, Y + H) - max(y, Y))
+    intersection = width * height
+    union = w * h if true['iscrowd'] else w * h + W * H - intersection
+    return intersection / max(union, 1e-99)
+
+def match_detections(overlaps, objects, least):
+    """Match the detections of a category with its objects -> whether each one is right. Those that
+    match only a crowd do not count, and are left out.
+
+    overlaps: for each detection, the highest-scoring first, a dict {index in objects: IoU} of the
+    objects in its image. least: the IoU that makes a match."""
+    claimed, right = set(), []
+    for ious in overlaps:
+        fits = [i for i, iou in ious.items() if iou >= least and i not in claimed]
+        single = [i for i in fits if not objects[i]['iscrowd']]
+        if single:
+            claimed.add(max(single, key=lambda i: (ious[i], i)))  # of equal ones the last
+        if single or not fits:
+            right.append(bool(single))
+    return right
+
+def average_precision(right, wanted):
+    """The mean precision at 101 recalls from 0 to 1. right: of match_detections; wanted: the number
+    of objects."""
+    hits = np.cumsum(right, dtype=int)
+    precision = hits / (np.arange(1, len(hits) + 1) + np.spacing(1))  # as in pycocotools
+    precision = np.maximum.accumulate(precision[::-1])[::-1]  # the best at this recall or above
+    reached = np.searchsorted(hits / wanted, np.linspace(0, 1, 101))
+    return np.append(precision, 0)[reached].mean()  # 0 for recalls that are never reached
 
 # ------------------------------------ training ------------------------------------
 def make_model(c, meta):
@@ -1006,6 +977,11 @@ def get_batch(data, c, step, micro_step, device):
         rows.append((row, stream('train', c.seed, step, i)))
     return load_batch(data.train, rows, device)
 
+def get_batches(data, c, step, device):
+    """The micro-batches of a step that are this process's."""
+    return [get_batch(data, c, step, micro_step, device)
+            for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
+
 def loss_of(net, batch, c):
     """The loss of a micro-batch. train_step is the same in all scripts."""
     images, mask, targets = batch
@@ -1017,7 +993,7 @@ def evaluate(model, data, c, device):
     objects, so the losses depend a little on --batch-size."""
     n, means, truth, detections = len(data.val), defaultdict(float), [], []
     for first in range(0, n, c.batch_size):
-        rows = [(row, None) for row in range(n)[first:first + c.batch_size]]
+        rows = [(row, None) for row in range(first, min(first + c.batch_size, n))]
         images, mask, targets = load_batch(data.val, rows, device)
         outputs = model(images, mask)
         for name, x in set_loss(outputs, targets, c).items():
@@ -1086,11 +1062,7 @@ def train(c, folder=None, data=None):
           f'{size:,} parameters to learn, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} images to train on, {len(data.val):,} held out'
           + ('' if c.init else '; expect AP near 0 for the first 500 steps or more'))
-
-    def make_batches(step):  # this process's share
-        return [get_batch(data, c, step, micro_step, device)
-                for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
-    thread, coming = ThreadPoolExecutor(1), None
+    thread, coming = ThreadPoolExecutor(1), None  # it makes batches while the model trains
     while True:
         due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
         if due and (not log or log[-1]['step'] < step):  # a resumed run has evaluated its step
@@ -1124,9 +1096,9 @@ def train(c, folder=None, data=None):
         torch.manual_seed(zlib.crc32(f'{c.seed} {step} {RANK}'.encode()))  # for dropout
         for group in optimizer.param_groups:
             group['lr'] = group['ratio'] * get_lr(step, c)
-        batches = coming.result() if coming else make_batches(step)
-        if step + 1 < c.max_iters:  # the thread makes the next ones while the model trains
-            coming = thread.submit(make_batches, step + 1)
+        batches = coming.result() if coming else get_batches(data, c, step, device)
+        if step + 1 < c.max_iters:
+            coming = thread.submit(get_batches, data, c, step + 1, device)
         losses.append(train_step(net, batches, c, optimizer, scaler, autocast))
         seconds += time.perf_counter() - start
         step += 1
@@ -1136,6 +1108,36 @@ def train(c, folder=None, data=None):
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
 # ------------------------------------ report, detect ------------------------------------
+def report(c, model, log, folder, data):
+    """Print the result beside a yardstick; draw the curves, and what the best weights find."""
+    last, n = log[-1], len(data.val)
+    print(f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f} on {n} images')
+    if n > 1:
+        guess = chance([data.val.target(row) for row in range(n)])
+        print(f'        (with the objects of another image as the answer: AP {guess["AP"]:.3f}, '
+              f'AP50 {guess["AP50"]:.3f})')
+    draw(draw_curves, folder / 'curves.png', log, {
+        'training loss': 'loss', 'validation loss': 'val_loss', 'AP': 'AP'})
+    model.load_state_dict(load(folder / 'best.pt')['model'])
+    examples = [data.val.example(row) for row in range(min(n, 4))]
+    answers = [find(model, *example, c.threshold) for example in examples]
+    draw(draw_found, folder / 'detections.png', examples, answers, data.meta['classes'])
+    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
+    if c.data == 'builtin':
+        print(f'next    python {SCRIPT}.py --cross-attention NAME: the same drawings, another way\n'
+              '        python prepare_data.py objects FOLDER: photos of your own')
+    else:
+        print(f'next    python {SCRIPT}.py detect --folder "{folder}" --images PHOTO ...')
+
+def chance(targets):
+    """A yardstick: the AP if the answer to each image is the objects of another one."""
+    truth, guesses = [], []
+    for target, other in zip(targets, targets[1:] + targets[:1]):
+        for one in target['annotations']:
+            truth.append(one)
+            guesses.append(dict(one, image_id=other['image_id'], score=1.0))
+    return coco_ap(dict(annotations=truth), guesses)
+
 @torch.no_grad()
 def find(model, image, target, threshold):
     """What a model finds in an image (3, H, W): post_process's dicts, the highest-scoring first;
@@ -1157,54 +1159,44 @@ def find(model, image, target, threshold):
     return [one for one in found if one['score'] >= threshold], seen / seen.max().clip(1e-12)
 
 def draw_found(path, examples, answers, classes):
-    """Draw what is found in images; below, where each one's highest-scoring query looks.
-    examples: [(image, target), ...]; answers: what `find` returns for each."""
+    """Draw what is found in images, and dotted what is there, if that is known; below, where each
+    one's highest-scoring query looks. examples: [(image, target), ...]; answers: what `find`
+    returns for each."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
-    figure = Figure(figsize=(4 * len(examples), 8), layout='tight')
+    figure = Figure(figsize=(max(8, 4 * len(examples)), 8), layout='tight')
     axes = figure.subplots(2, len(examples), squeeze=False)
     axes[1, 0].set_title('where the highest-scoring query looks')
     for column, (image, target), (found, seen) in zip(axes.T, examples, answers):
         height, width = target['orig_size']
         pixels = (image.numpy() * STD + MEAN).clip(0, 1).transpose(1, 2, 0)  # (H, W, 3)
         lit = pixels * (0.25 + 0.75 * seen[..., None])
-        for axis, shown, boxes in zip(column, (pixels, lit), (found, found[:1])):
+        for axis, shown in zip(column, (pixels, lit)):
             axis.imshow(shown, extent=(0, width, height, 0))
             axis.axis('off')
-            for one in reversed(boxes):  # the highest-scoring on top
-                (x, y, w, h), k = one['bbox'], one['category_id']
-                axis.add_patch(Rectangle((x, y), w, h, color=f'C{k % 10}', fill=False, lw=1.5))
-                axis.text(x, y, f'{classes[k]} {one["score"]:.2f}', color='white', fontsize=8,
-                          parse_math=False, bbox=dict(color=f'C{k % 10}', pad=1))
+        for one in target.get('annotations', []):
+            x, y, w, h = one['bbox']
+            column[0].add_patch(Rectangle((x, y), w, h, color='white', fill=False, ls=':'))
+        draw_boxes(column[0], found, classes)
+        draw_boxes(column[1], found[:1], classes)
         if not found:
             column[0].set_title('no score is high enough to show')
     figure.savefig(path)
 
-def chance(targets):
-    """A yardstick: the AP if the answer to each image is the objects of another one."""
-    truth, guesses = [], []
-    for target, other in zip(targets, targets[1:] + targets[:1]):
-        for one in target['annotations']:
-            truth.append(one)
-            guesses.append(dict(one, image_id=other['image_id'], score=1.0))
-    return coco_ap(dict(annotations=truth), guesses)
-
-def report(c, model, log, folder, data):
-    """Print the result beside a yardstick; draw the curves, and what the best weights find."""
-    guess = chance([data.val.target(row) for row in range(len(data.val))])
-    last = log[-1]
-    print(f'\nresult  AP {last["AP"]:.3f}, AP50 {last["AP50"]:.3f} on {len(data.val)} images '
-          f'(with the objects of another image as the answer: {guess["AP"]:.3f}, '
-          f'{guess["AP50"]:.3f})')
-    draw(draw_curves, folder / 'curves.png', log, {
-        'training loss': 'loss', 'validation loss': 'val_loss',
-        'wrong classes (%)': 'class_error', 'AP': 'AP', 'AP50': 'AP50'})
-    model.load_state_dict(load(folder / 'best.pt')['model'])
-    examples = [data.val.example(row) for row in range(min(len(data.val), 4))]
-    answers = [find(model, *example, c.threshold) for example in examples]
-    draw(draw_found, folder / 'detections.png', examples, answers, data.meta['classes'])
-    print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}\n'
-          f'next    python {SCRIPT}.py detect --folder "{folder}" --images PHOTO ...')
+def draw_boxes(axis, found, classes):
+    """Draw boxes with their labels, the highest-scoring on top. A label that would hide another one
+    moves down."""
+    from matplotlib.patches import Rectangle
+    width, height = axis.get_xlim()[1], axis.get_ylim()[0]
+    places = []  # of labels
+    for one in reversed(found):
+        (x, y, w, h), k = one['bbox'], one['category_id']
+        axis.add_patch(Rectangle((x, y), w, h, color=f'C{k % 10}', fill=False, lw=1.5))
+        while any(abs(x - a) < width / 4 and abs(y - b) < height / 20 for a, b in places):
+            y += height / 20
+        places.append((x, y))
+        axis.text(x, y, f'{classes[k]} {one["score"]:.2f}', color='white', fontsize=8,
+                  parse_math=False, bbox=dict(color=f'C{k % 10}', pad=1))
 
 def detect(c):
     """Print and draw what a run finds in photos -> {photo: [dict of category_id, score, bbox]}."""
@@ -1233,6 +1225,8 @@ def detect(c):
         file = re.sub(r'[^\w.-]+', '_', path)[-100:].lstrip('._') + '.png'  # a/b.jpg: a_b.jpg.png
         draw(draw_found, folder / file, [(image, target)], [(answers[path], seen)],
              meta['classes'])
+    if not answers:
+        fail('none of --images can be read')
     print(f'files   {folder}: what was found, drawn')
     return answers
 

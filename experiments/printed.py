@@ -71,4 +71,4 @@ detr.ATTENTION.update({
         Printed, solve=functools.partial(as_published, vanilla=True))})
 
 if __name__ == '__main__':
-    detr.main()
+    detr.main(sys.argv[1:])
