@@ -34,7 +34,8 @@ as printed, it diverges.
 
 The first command ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12
 seeds its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x
-is zero, and x rebuilds only a little of q: |q - x^T K| is still 0.9 |q|.
+is zero, from x >= 0 alone: it is half with lambda = 0, too. And x rebuilds only a little of q:
+|q - x^T K| is still 0.9 |q|.
 
 [deviation] By default the problem is easier than OA's: x rebuilds q from the keys (they hold
 positions), not from the values; there is a ridge term; x >= 0; tokens are centred; and x^3 replaces
@@ -352,7 +353,7 @@ MACHINE = {  # settings that do not tell runs apart
 # OA's own problem. In cross-attention it hardly learns: on drawings, Lassos of this kind had a mean
 # AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA gives no numbers for
 # the last four, nor for lambda. Random tokens: as many as a head has channels. After 15 iterations
-# x is still some 30 % from the optimum
+# x is still some 40 % from the optimum
 OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, centre=False, power=5, mix_random=True,
           clamp=1.0, random_tokens=32, rho=0.01, iterations=15)
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,

@@ -67,6 +67,10 @@ with patch.dict(detr.ATTENTION):  # printed's rows have tests of their own
     PRINTED = {**detr.ATTENTION}
 if importlib.util.find_spec('scipy'):
     compare = importlib.import_module('compare')
+else:
+    def hungarian_match(*_):
+        raise unittest.SkipTest('not installed: scipy, by which DETR matches')
+    detr.hungarian_match = hungarian_match
 
 torch.set_num_threads(1)
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -81,7 +85,7 @@ SMALL_VIT = dict(image_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2,
                  mlp_dim=10)
 VIT_MODELS = typing.get_args(vit.Config.__annotations__['model'])
 SMALL_DETR = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
-                  num_queries=5, stride=16, image_size=32)
+                  num_queries=5, image_size=32)
 SMALL = {  # settings of a run that takes a second
     gpt: dict(SMALL_GPT, eval_rows=8, new_tokens=4),
     vit: SMALL_VIT,
@@ -301,11 +305,11 @@ def vit_variants():
 
 def detr_variants():
     sizes = dict(hidden_dim=16, nheads=2, enc_layers=1, dec_layers=2, dim_feedforward=24,
-                 num_queries=5, stride=8, iterations=2)
+                 num_queries=5, iterations=2)
     papers = dict(rebuild_from='values', random_tokens=3, mix_random=True, centre=False, power=5,
                   ridge=0.5, clamp=1.0)
     some = [*({'penalty': name} for name in detr.PENALTY), papers,
-            dict(random_tokens=3, power=0, out_proj=True)]
+            dict(random_tokens=3, power=0)]
     def outputs(model, x):
         out = model(x, None)
         return torch.cat([out['pred_logits'], out['pred_boxes']], 2)  # (B, Q, 3 + 1 + 4)
@@ -877,7 +881,8 @@ def test_detr_as_facebookresearch():
     close(detr.set_loss(out, targets, c)['class_error'], 50, 1e-5)
 
 def test_detr_losses_by_hand():
-    """No objects, more of them than queries, boxes without area, two processes, no scipy."""
+    """No objects, more of them than queries, boxes without area, two processes; without scipy one
+    line says so."""
     c, logits = detr_config(), qkv(3, 5, 4)[0]
     boxes = torch.full((3, 5, 4), 0.5, device=DEVICE)
     def losses(*counts):  # of images with so many objects, which lie in one place
@@ -892,27 +897,18 @@ def test_detr_losses_by_hand():
     close(found['loss_bbox'], 5 / 8 * 4 * 0.2, 1e-6)
     close(found['loss_giou'], 5 / 8 * (1 - giou), 1e-6)
     close(found['loss'], found['loss_ce'] + 5 * found['loss_bbox'] + 2 * found['loss_giou'], 1e-5)
-    with patch.object(detr, 'WORLD', 2), patch.dict(sys.modules, {'scipy.optimize': None}):
+    with patch.object(detr, 'WORLD', 2):
         close(losses(8)['loss'], found['loss'], 1e-6)
+    with patch.dict(sys.modules, {'scipy.optimize': None}), \
+            contextlib.redirect_stderr(io.StringIO()) as err:
+        raises(SystemExit, '2', losses, 8)
+    assert 'pip install scipy' in err.getvalue()
     point = boxes[0, 0]
     close(detr.generalized_box_iou(0 * point, 0 * point), 0, 0)
     logits[0, 3, 2] = 99  # of five equal boxes, the surest of the class
     two = torch.tensor([2], device=DEVICE)
     pairs = detr.hungarian_match(logits[None, :1], boxes[None, :1], two, point[None], [1], c)
     assert pairs.T.tolist() == [[0, 0, 3, 0]], pairs
-
-def test_detr_cheapest_pairs():
-    """Our own assignment against every other one."""
-    rng = np.random.default_rng(0)
-    for n, m in [*itertools.product(range(6), range(6)), *20 * [(5, 6)]]:
-        for cost in rng.normal(size=(n, m)), rng.integers(0, 3, (n, m)):
-            small = cost if n <= m else cost.T
-            least = min(small[range(len(small)), list(chosen)].sum()
-                        for chosen in itertools.permutations(range(max(n, m)), min(n, m)))
-            rows, columns = detr.assign(cost)
-            # in scipy's order sums have scipy's last bits
-            assert list(rows) == sorted(set(rows)) and len(set(columns)) == min(n, m), cost
-            assert abs(cost[rows, columns].sum() - least) < 1e-9, (cost, rows, columns)
 
 def test_detr_ap_as_pycocotools():
     """What pycocotools gives: crowds, ties, a class without truth."""
@@ -940,7 +936,7 @@ def test_detr_ap_as_pycocotools():
 
 def test_detr_finds():
     """Light is where the surest query looks, one forward pass; the surest detections come first."""
-    model = detr_model(detr_config(stride=8, cross_attention='no-weights')).to(DEVICE).eval()
+    model = detr_model(detr_config(cross_attention='no-weights')).to(DEVICE).eval()
     x = torch.zeros(1, 2, 5, 18, device=DEVICE)  # with two random tokens
     image = torch.ones(3, 32, 32)
     outputs = model(image[None].to(DEVICE))
@@ -1171,8 +1167,7 @@ def test_sizes():
             ('admm', 'l2', 38_144_352)):
         c = detr.Config(**detr.DETR_R50, self_attention=own, cross_attention=cross)
         assert size(detr.DETR, c, 91) == want, (own, cross)
-    small, with_output = [size(detr.DETR, detr.Config(out_proj=x), 3) for x in (False, True)]
-    assert (small, with_output - small) == (308_200, 2 * 65 * 64)
+    assert size(detr.DETR, detr.Config(), 3) == 308_200
 
 def test_presets():
     """The papers' recipes: how much is read in a step and in all, and what OA sets."""
@@ -1313,7 +1308,7 @@ def test_dropout(tmp_path):
     close(blocks[1](x), x, 0)
 
     x = qkv(1, 5, 16, dtype=torch.float32)[0].cpu()
-    layer = detr_model(detr_config(dropout=1.0)).transformer.decoder.layers[0].train()
+    layer = detr_model(detr_config(dropout=1 - 1e-12)).transformer.decoder.layers[0].train()
     with patch.object(detr.Attention, 'forward', lambda *_: x.flip(2)):
         close(layer(x, x[0], x, x, None), layer.norm3(layer.norm2(layer.norm1(x))), 1e-5)
     layer.drop = torch.nn.Tanh()
@@ -1611,7 +1606,7 @@ def test_detr_evaluation():
         figures = detr.evaluate(oracle, data, c, DEVICE)
     assert figures['AP'] == figures['AP50'] == 1, figures
     assert figures['val_loss'] == (3 * 0 + 3 * 3 + 2 * 6) / 8, figures  # images count alike
-    assert detr.chance(targets)['AP'] < 0.2 and detr.chance(targets[:1])['AP'] == 1
+    assert detr.chance(targets)['AP'] < 0.2
 
 def detr_data(folder):
     """Two photos. On the second: an object, one over the edge, a crowd, two empty boxes."""
@@ -3157,8 +3152,8 @@ def test_diagnose_of_detr(tmp_path):
     diagnose = importlib.import_module('diagnose')
     for name in detr.ATTENTION:
         c = detr.parse(tiny(detr, tmp_path, '--self-attention', name, '--cross-attention', name,
-                            '--rebuild-from', 'values', '--random-tokens', 3, '--no-centre',
-                            '--stride', 4))[1]  # more than five tokens
+                            '--rebuild-from', 'values', '--random-tokens', 3,
+                            '--no-centre'))[1]
         data, seen, shares, thin, heads = detr.load_data(c), [], [], [], []
         model = fill(detr.make_model(c, data.meta)).to(DEVICE).eval()
         attn = model.transformer.decoder.layers[1].multihead_attn
