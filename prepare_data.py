@@ -179,7 +179,8 @@ def parse(argv):
     return args
 
 def prepare(args):
-    """Make data/NAME or data/weights/NAME.pt -> what it says of itself."""
+    """Make data/NAME or data/weights/NAME.pt -> what it says of itself. `make` reads and checks the
+    files (paths), fills the folder `new`, and returns what meta.json says, or weights."""
     make, script, _, files = DATASETS.get(args.what) or (*OWN[args.what], [])
     final = choose_final(args, make)
     source, old = describe_source(args), read_final(final)
@@ -490,8 +491,6 @@ def choose_splits(folder, groups, three=False, fits=lambda row: True):
     return [[row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]]
 
 # ------------------------------------ texts ------------------------------------
-# What makes a data set takes the files (paths), a folder to write to (out) and the command's args.
-# It returns what meta.json says.
 VOCAB_SIZE = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
 
 def text_file(paths, out, args):
@@ -664,13 +663,14 @@ def arrays(paths, out, args):
     classes = [*map(str, classes)]
     if texts:
         note(f'{folder}: labels are names: they become numbers in the order of the classes')
+    known = classes if texts else range(len(classes))
     for path, images, labels in groups.values():
         if images.shape != (len(images), *first[1].shape[1:]):
             fault('images', f'{path}: images {images.shape}, but {first[1].shape} in {first[0]}')
         for label, i in zip(*np.unique(labels, return_index=True)):
-            if label.item() not in (classes if texts else range(len(classes))):
-                fault('labels', f'{path}: label {label} of image {i}, but the classes are '
-                      f'{classes[0]} to {classes[-1]}')
+            if label.item() not in known:
+                fault('labels', f'{path}: label {label} of image {i}, but labels are {known[0]} to '
+                      f'{known[-1]}')
     stop_at_faults(folder)
     checksum = [[split, zlib.crc32(np.ascontiguousarray(images)), zlib.crc32(labels.tobytes())]
                 for split, (_, images, labels) in sorted(groups.items())]
