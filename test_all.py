@@ -3345,6 +3345,7 @@ def test_exercises(tmp_path):
             more += sum(map(bool, new)) - sum(map(bool, old))
         assert '```diff' in exercise and more <= 10, (command, more)
         module = types.ModuleType(o.script)
+        module.__file__ = script.__file__
         exec(compile(text, f'{o.script}.py', 'exec'), module.__dict__)
         module.linear_accuracy = lambda data: 0.5
         for name, _, values in (sweep.partition('=') for sweep in o.sweep):
