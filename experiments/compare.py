@@ -87,9 +87,13 @@ def flag_of(field, value):
         return f'--{name}' if value.lower() == 'true' else f'--no-{name}'
     return f'--{name}={value}'
 
+def flags_in(words):
+    """['--gamma=2', '--no-bias', '--data', 'x'] -> ['--gamma', '--bias', '--data']"""
+    return [re.sub('^--(no-)?(.*?)(=.*)?$', r'--\2', word) for word in words if word[:2] == '--']
+
 def cases_of(script, flags, table, sweep):
     """{name: flags}: rows of a table, every combination of FIELD=A,B, or both crossed."""
-    cases, tables = {'': flags}, {}
+    cases, tables = {'': []}, {}
     with open(HERE / 'tables.csv', newline='') as file:
         for row in csv.DictReader(file):
             if row['script'] == script.SCRIPT:
@@ -97,7 +101,7 @@ def cases_of(script, flags, table, sweep):
     if table:
         if table not in tables:
             fail(f'--table {table}: choose from {", ".join(tables)}')
-        cases = {name: [*flags, *words] for name, words in tables[table].items()}
+        cases = tables[table]
     for spec in sweep:
         field, _, values = spec.partition('=')
         if not values or field == 'seed':
@@ -106,7 +110,12 @@ def cases_of(script, flags, table, sweep):
             fail(f'--sweep {spec}: choose from {", ".join(names_of(script))}')
         cases = {f'{name} {value}'.strip(): [*words, flag_of(field, value)]
                  for name, words in cases.items() for value in values.split(',')}
-    cases = {name or 'as typed': words for name, words in cases.items()}
+    for words in cases.values():
+        names = [*{*flags_in(flags)}, *flags_in(words)]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            fail(f'{twice[0]} is given twice, by --sweep, by --table or as a flag')
+    cases = {name or 'as typed': [*flags, *words] for name, words in cases.items()}
     settings = [settings_of(script, script.parse(words)[1]) for words in cases.values()]
     if len(set(map(repr, settings))) < len(cases):
         fail('two cases have the same settings: a run cannot be compared with itself')
@@ -152,7 +161,8 @@ def write_rows(path, rows):
 def add_rows(path, new, script):
     """Write these rows to a csv file, too. A row of the same run is replaced."""
     rows = [*(read_rows(path, script) if path.exists() else []), *new]
-    write_rows(path, {(row.get('log'), row.get('role')): row for row in rows}.values())
+    runs = {(row.get('log', row['case']), row['role']): row for row in rows}
+    write_rows(path, runs.values())
 
 def beside(path, ending):
     """a.csv -> a.runs, but rate_0.1 -> rate_0.1.runs"""
@@ -178,38 +188,35 @@ def processor(device):
 
 # ------------------------------------ runs ------------------------------------
 def load(o):
-    """The script, with the variants that --with adds to it."""
+    """The script, with the variants that --with adds to it. o gets the versions of all files that
+    make a row, and a checksum of them."""
     script = importlib.import_module(o.script)
     if o.extra:
         if not Path(o.extra).is_file():
             fail(f'--with {o.extra}: there is no such Python file')
         runpy.run_path(o.extra)
-    files = {'script': script.__file__, 'with': o.extra,
-             'diagnose': o.diagnose and diagnose.__file__}
-    o.versions = {name: blob(path) for name, path in files.items() if path}
+    o.versions, o.code = dict(script=blob(script.__file__)), script.CODE
+    for name, path in {'with': o.extra, 'diagnose': o.diagnose and diagnose.__file__}.items():
+        if path:
+            o.versions[name] = blob(path)
+            o.code = zlib.crc32(Path(path).read_bytes(), o.code)
     return script
 
 @contextlib.contextmanager
 def compared(script, o):
-    """Inside, files that change a run beside the script count as its text, so it does not go on
-    with a run after one of them was edited. What it prints goes to a file."""
-    o.code = script.CODE
-    for path in filter(None, [o.extra, o.diagnose and diagnose.__file__]):
-        o.code = zlib.crc32(Path(path).read_bytes(), o.code)
-    o.csv = o.csv or Path(o.out_dir, o.script, f'compare-{o.code:08x}.csv')
-    if o.diagnose:
-        o.log_csv = o.log_csv or beside(o.csv, '-log.csv')
-    o.runs, o.told = beside(o.csv, '.runs'), set()
-    o.runs.mkdir(parents=True, exist_ok=True)
+    """Inside, all these files count as the script's text: it does not go on with a run after one
+    was edited. What it prints goes to a file, and it draws nothing."""
     def refuse(message):
         fail(message.replace('start anew without --resume', 'name another file with --csv'))
+    o.runs, o.told = beside(o.csv, '.runs'), set()
+    o.runs.mkdir(parents=True, exist_ok=True)
     with (open(o.runs / 'printed.txt', 'a+', 1, 'utf-8') as o.printed,
           patch.multiple(script, CODE=o.code, fail=refuse, report=lambda *_: None),
           diagnose.logged(script) if o.diagnose else contextlib.nullcontext()):
         yield
 
 def quietly(name, o, work, *args):
-    """work(*args), which prints to a file. Its notes are shown, and whose error it is."""
+    """work(*args), which prints to a file. New notes are shown, and whose error it is."""
     begin = o.printed.seek(0, os.SEEK_END)
     try:
         with contextlib.redirect_stdout(o.printed):
@@ -230,12 +237,15 @@ def run_of(script, words, seed, o):
     return script.parse([*words, *seeds, f'--out-dir={o.runs}', '--resume'])[1]
 
 def add_teachers(script, cases, o):
-    """Rows of mask_distill.py without --init share a teacher, which is trained first."""
+    """The cases with --init. Those of mask_distill.py without it share a teacher, which is trained
+    first."""
+    found = dict(cases)
     for case, words in cases.items():
         c = run_of(script, words, o.teacher_seed, o)
         if script.SCRIPT == 'mask_distill' and not c.init:
             teacher = quietly(f'the teacher of {case}', o, script.train_teacher, c)
-            cases[case] = [*words, f'--init={teacher["folder"] / "best.pt"}']
+            found[case] = [*words, f'--init={teacher["folder"] / "best.pt"}']
+    return found
 
 def mean_loss(log):
     """The mean training loss of all steps; a line of the log has that since the line before."""
@@ -273,7 +283,7 @@ def train_all(script, cases, seeds, role, o):
     jobs = [(case, seed) for seed in seeds for case in cases]
     print(f'{len(cases)} cases, {len(seeds)} seeds. Rows go to {o.csv}; what the runs print goes '
           f'to {o.printed.name}', flush=True)
-    rows, times = [], []
+    cases, rows, times = add_teachers(script, cases, o), [], []
     for i, (case, seed) in enumerate(jobs, 1):
         begin, c = time.perf_counter(), run_of(script, cases[case], seed, o)
         row = dict(case=case, role=role, log=Path(c.folder).name) | made_of(script, c, o)
@@ -300,10 +310,11 @@ def figures_of(runs, name):
 def mean(figures):
     return np.mean([*figures.values()])
 
-def choose(script, field, rows):
+def choose(script, rows, field):
     """Print the means of cases that differ only in field -> the names of all but the best of each
     group, by the seeds that all of the group have."""
     metric, better = METRIC[script.SCRIPT]
+    rows = [row for row in rows if row['role'] == 'choosing'] or rows
     if not all(field in row for row in rows):
         fail(f'--tune {field}: these rows have no such setting')
     groups, lines, chosen = {}, {}, set()
@@ -331,6 +342,9 @@ def choose(script, field, rows):
     print(f'\n{metric} by {field}: mean x number of runs; *: best at an end of the range')
     for name, text in lines.items():
         print(f'{name:{max(25, *map(len, lines))}} {text}')
+    if all(row['role'] == 'judging' for row in rows):
+        print(f'\nnote: the seeds that chose {field} also judge, which favours every case: '
+              'give --test-seeds')
     return {row['case'] for row in rows} - chosen
 
 def group_by_case(script, rows, against):
@@ -494,6 +508,8 @@ def present(script, rows, o):
     if not o.from_csv:
         print('seconds of training, means: ' + ', '.join(
             f'{case} {mean(figures_of(runs, "seconds")):.4g}' for case, runs in cases.items()))
+    if o.diagnose and not o.from_csv:
+        o.log_csv = o.log_csv or beside(o.csv, '-log.csv')
     if o.log_csv:
         write_rows(Path(o.log_csv), [dict(case=row['case'], seed=row['seed'], **line)
                                      for row in rows for line in log_of(row)])
@@ -535,23 +551,20 @@ def parse(argv):
     p.add_argument('--rounds', type=int, default=20, help='of --bench')
     o, flags = p.parse_known_args(argv)
     o.metric = o.metric or RESULTS[o.script][0]
-    swept = [spec.partition('=')[0] for spec in o.sweep]
-    given = [word.partition('=')[0] for word in flags]
-    twice = [x for x in swept if swept.count(x) > 1 or '--' + x.replace('_', '-') in given]
-    if twice:
-        fail(f'{twice[0]} is given twice: all its values belong into one --sweep')
-    if '--seed' in given:
+    if '--seed' in flags_in(flags):
         fail('--seed: give --seeds 0,1')
     if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
         fail('--test-seeds need --tune, and must differ from --seeds: seeds that have '
              'chosen a setting would favour it')
-    if o.tune and o.tune not in swept and not o.from_csv:
+    if o.from_csv:
+        o.test_seeds = []
+    elif o.tune and o.tune not in [x.partition('=')[0] for x in o.sweep]:
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if o.diagnose and o.script == 'mask_distill':
         fail('--diagnose: mask_distill.py logs its coefficients by itself')
     if o.rounds < 1:
         fail('--rounds must be 1 or more')
-    return o, ['--threads', '1', *flags]  # of two, the second counts
+    return o, flags if '--threads' in flags_in(flags) else ['--threads', '1', *flags]
 
 def rows_in(script, paths):
     """The rows of csv files."""
@@ -568,47 +581,43 @@ def rows_in(script, paths):
              f'{script.SCRIPT}.py, separated by commas')
     return rows
 
-def tuned(script, rows, o):
-    """The rows of the best value of --tune alone, and the names of the other cases."""
-    choosing = [row for row in rows if row['role'] == 'choosing']
-    worse = choose(script, o.tune, choosing or rows)
-    if not choosing:
-        print(f'\nnote: the seeds that chose {o.tune} also judge, which favours every case: '
-              'give --test-seeds')
-    return [row for row in rows if row['case'] not in worse], worse
+def time_all(script, cases, o):
+    """Time each case -> their rows."""
+    cases = {case: script.parse(words)[1] for case, words in add_teachers(script, cases, o).items()}
+    rows = quietly('--bench', o, bench.bench, script, cases, o.rounds)
+    return [row | made_of(script, cases[row['case']], o) for row in rows]
 
-def compare(script, cases, o):
-    """Train all cases -> the rows that judge."""
+def run_all(script, cases, o):
+    """Train or time all cases -> their rows."""
+    if o.bench:
+        return time_all(script, cases, o)
     if not o.test_seeds:
-        rows = train_all(script, cases, o.seeds, 'judging', o)
-        return tuned(script, rows, o)[0] if o.tune else rows
-    _, worse = tuned(script, train_all(script, cases, o.seeds, 'choosing', o), o)
+        return train_all(script, cases, o.seeds, 'judging', o)
+    rows = train_all(script, cases, o.seeds, 'choosing', o)
+    worse = choose(script, rows, o.tune)
     best = {case: words for case, words in cases.items() if case not in worse}
     return train_all(script, best, o.test_seeds, 'judging', o)
 
 def main(argv=None):
     o, flags = parse(argv)
-    script = load(o)
+    script, kept = load(o), o.csv
     if o.from_csv:
-        rows, o.csv = rows_in(script, o.from_csv), o.csv or o.from_csv[0]
-        if o.bench:
-            return bench.show(script, rows)
-        rows = tuned(script, rows, o)[0] if o.tune else rows
-        return present(script, [row for row in rows if row['role'] == 'judging'], o)
-    cases = cases_of(script, flags, o.table, o.sweep)
-    first = script.parse(next(iter(cases.values())))[1]
-    torch.set_num_threads(first.threads or torch.get_num_threads())
-    kept, o.out_dir = o.csv, first.out_dir
-    with compared(script, o):
-        add_teachers(script, cases, o)
-        if not o.bench:
-            return present(script, compare(script, cases, o), o)
-        configs = {case: script.parse(words)[1] for case, words in cases.items()}
-        rows = [row | made_of(script, configs[row['case']], o)
-                for row in bench.bench(script, configs, o.rounds)]
-    if kept:
-        write_rows(kept, [*(read_rows(kept) if kept.exists() else []), *rows])
-    return bench.show(script, rows)
+        o.csv, rows = o.csv or o.from_csv[0], rows_in(script, o.from_csv)
+    else:
+        cases = cases_of(script, flags, o.table, o.sweep)
+        first = script.parse(next(iter(cases.values())))[1]
+        torch.set_num_threads(first.threads or torch.get_num_threads())
+        o.csv = o.csv or Path(first.out_dir, o.script, f'compare-{o.code:08x}.csv')
+        with compared(script, o):
+            rows = run_all(script, cases, o)
+    if o.bench:
+        if kept and not o.from_csv:
+            write_rows(kept, [*(read_rows(kept) if kept.exists() else []), *rows])
+        return bench.show(script, rows)
+    if o.tune and not o.test_seeds:
+        worse = choose(script, rows, o.tune)
+        rows = [row for row in rows if row['case'] not in worse]
+    return present(script, [row for row in rows if row['role'] == 'judging'], o)
 
 if __name__ == '__main__':
     sys.stdout = sys.stdout or open(os.devnull, 'w')  # it may be closed
