@@ -1083,10 +1083,10 @@ def train(c, folder=None, data=None):
                            code=CODE)
             if row['AP'] == max(past['AP'] for past in log):
                 save(folder, 'best.pt', weights)
+            write_log(folder, log)
             save(folder, 'ckpt.pt', dict(
                 weights, settings=asdict(c), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), progress=(step, seconds, log)))
-            write_log(folder, log)
             print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.3f}, '
                   f'AP {row["AP"]:.3f}, AP50 {row["AP50"]:.3f}', flush=True)
         if step >= c.max_iters:

@@ -870,10 +870,10 @@ def train(c, folder=None, data=None):
                            code=CODE)
             if row['val_acc'] == max(past['val_acc'] for past in log):
                 save(folder, 'best.pt', weights)
+            write_log(folder, log)
             save(folder, 'ckpt.pt', dict(
                 weights, settings=asdict(c), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), progress=(step, seconds, log)))
-            write_log(folder, log)
             print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4f}, '
                   f'val_acc {row["val_acc"]:.1%}', flush=True)
         if step >= c.max_iters:

@@ -765,10 +765,10 @@ def train(c, folder=None, data=None, teacher=None):
                 weights['teacher'] = teacher.state_dict()
             if row['val_loss'] == min(past['val_loss'] for past in log):
                 save(folder, 'best.pt', weights)
+            write_log(folder, log)
             save(folder, 'ckpt.pt', dict(
                 weights, settings=asdict(c), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), progress=(step, seconds, log)))
-            write_log(folder, log)
             print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4f}', flush=True)
         if step >= c.max_iters:
             return model, log
