@@ -540,7 +540,8 @@ def load_pair(path, device='cpu'):
             student = GPT2(config).to(device).eval()
             student.load_state_dict(saved['model'])
     except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
-        fail(f'{path} is no GPT-2 of {SCRIPT}.py: {" ".join(str(error).split())[:200]}')
+        fail(f'{path} is of another script, or {SCRIPT}.py has changed too much: '
+             f'{" ".join(str(error).split())[:200]}')
     return teacher.to(device).eval(), student, saved
 
 def train_teacher(c):
