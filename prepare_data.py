@@ -77,8 +77,9 @@ def stop_at_faults(path):
         kinds[kind].append(message)
     hint = '; --skip-faults leaves out what has faults' * any(of for *_, of in FAULTS)
     if len(FAULTS) == 1:
-        fail(message + hint)
-    for message in [message for found in kinds.values() for message in found[:3]][:20]:
+        fail(FAULTS[0][1] + hint)
+    shown = [message for found in kinds.values() for message in found[:3]]
+    for message in shown[:20]:
         print('fault   ' + message)
     if FAULTS:
         counts = ', '.join(f'{len(found):,} {kind}' for kind, found in kinds.items())
