@@ -68,7 +68,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = Path(__file__).stem
-CODE = zlib.crc32(Path(__file__).read_bytes())  # another number if one letter of this file changes
+CODE = zlib.crc32(Path(__file__).read_bytes())  # of this file's text: see resume_run
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
     WORLD, RANK = int(os.environ['WORLD_SIZE']), int(os.environ['RANK'])
@@ -276,7 +276,7 @@ ATTENTION = {
 @dataclass
 class Config:
     """Every field is a flag: --enc-layers 3, --mix-random, --no-mix-random. --help prints this.
-    A field of yours is an int, float, str, bool, Literal or, if it may be unset, float | None."""
+    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set)."""
     # the paper's method: attention in the decoder. A default unlike OA's is a [deviation]
     self_attention: str = 'softmax'  # of its queries to each other: a row of ATTENTION
     cross_attention: str = 'admm'    # of its queries to the image
@@ -346,7 +346,7 @@ class Config:
 
 CHOICES = {  # flags whose values are the rows of a table
     'self_attention': ATTENTION, 'cross_attention': ATTENTION, 'penalty': PENALTY}
-MACHINE = {  # settings that do not tell runs apart
+MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'images',
     'threshold'}
 
@@ -1032,8 +1032,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
-    # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
-    # error only when the scale is down to 1. In other dtypes it is always 1.
+    # In float16 gradients may overflow. Then the scaler skips the step and halves its scale. Only
+    # when the scale is down to 1, which it always is in other dtypes, is that an error.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -1057,7 +1057,7 @@ def train(c, folder=None, data=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log = resume_run(c, data.meta, model, optimizer, scaler)
-    begun, before = step, seconds  # to tell the pace of this process
+    first_step, first_seconds = step, seconds  # of this process, for its pace
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f'model   self-attention {c.self_attention}, cross-attention {c.cross_attention}, '
           f'{size:,} parameters to learn, on {device} in {dtype}\n'
@@ -1066,7 +1066,7 @@ def train(c, folder=None, data=None):
     thread, coming = ThreadPoolExecutor(1), None  # it makes batches while the model trains
     while True:
         due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
-        if due and (not log or log[-1]['step'] < step):  # a resumed run has evaluated its step
+        if due and (not log or log[-1]['step'] < step):  # not twice in a resumed run
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
@@ -1104,7 +1104,7 @@ def train(c, folder=None, data=None):
         seconds += time.perf_counter() - start
         step += 1
         if c.log_interval and step % c.log_interval == 0:
-            pace = (seconds - before) / (step - begun)
+            pace = (seconds - first_seconds) / (step - first_step)
             print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
@@ -1241,6 +1241,8 @@ def pick_device(c):
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if 'cuda' in name and not torch.cuda.is_available():
+        fail(f'--device {name}: PyTorch finds no CUDA here')
     device = torch.empty(0, device=name).device  # with an index: cuda:0
     if device.type == 'cuda':
         torch.cuda.set_device(device)
@@ -1270,8 +1272,7 @@ def load(path):
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is missing, damaged, or of another program: python prepare_data.py lists the '
-         'commands that make or convert weights')
+    fail(f'{path} is missing, damaged, or of another program (prepare_data.py converts weights)')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
@@ -1297,7 +1298,8 @@ def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     if saved.get('code') != CODE:
-        fail(f'{SCRIPT}.py has changed since {c.folder} began: start anew without --resume')
+        fail(f'{SCRIPT}.py has changed since {c.folder} began: undo that, or start anew '
+             'without --resume')
     then = dict(saved['settings'], checksum=saved['data']['checksum'])
     now = dict(asdict(c), checksum=meta['checksum'])  # of the data
     for name in sorted(now.keys() - MACHINE):
@@ -1337,14 +1339,14 @@ def draw_curves(path, log, panels):
     figure.savefig(path)
 
 def run_folder(c, preset, given):
-    """c with the folder of its run, and with resume only if there is a run to continue. `given` are
-    the flags that were typed, {field: value}."""
+    """-> c with the folder of its run, and with resume only if there is one to continue. `given`
+    are the flags that were typed, {field: value}."""
     if c.folder:
         fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
-    if name != words or len(name) > 80:  # other commands have other names
+    if name != words or len(name) > 80:  # a checksum keeps two commands apart
         name = f'{name[:70]}-{zlib.crc32(words.encode()):08x}'
     root = Path(c.out_dir, SCRIPT)
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
@@ -1360,8 +1362,8 @@ def train_and_report(c):
     """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
-    if 0 < c.max_iters < c.warmup_iters:
-        print('note    --max-iters is below --warmup-iters: the rate will not reach its peak')
+    if 0 < c.max_iters <= c.warmup_iters:
+        print('note    training ends within its warmup: the rate will not reach its peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -1384,10 +1386,11 @@ def parse(argv):
             kind = dict(type=type(options[0]), choices=options)
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
-        elif f.type is tuple:
+        elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        known = None if f.name in CHOICES else argparse.SUPPRESS  # Config's source shows the rest
-        p.add_argument('--' + f.name.replace('_', '-'), help=known, **kind)
+        if f.name not in CHOICES:  # then Config's source, printed above, says all
+            kind['help'] = argparse.SUPPRESS
+        p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
     c = Config(**{**PRESETS[preset], **given})

@@ -71,7 +71,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = Path(__file__).stem
-CODE = zlib.crc32(Path(__file__).read_bytes())  # another number if one letter of this file changes
+CODE = zlib.crc32(Path(__file__).read_bytes())  # of this file's text: see resume_run
 WORLD, RANK = 1, 0  # number of processes, and index of this one
 if dist.is_available() and dist.is_torchelastic_launched():  # torchrun --nproc-per-node 2 ...
     WORLD, RANK = int(os.environ['WORLD_SIZE']), int(os.environ['RANK'])
@@ -110,7 +110,7 @@ def orthogonal(mh, v):
 
 class Attention(nn.Module):
     """Attention with a formula of ATTENTION between MH and the output projection W^o."""
-    def __init__(self, c, layer):  # layer, counted from 0, is for variants that depend on it
+    def __init__(self, c, layer):  # classes of yours may use layer (0, 1, ...)
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
@@ -136,8 +136,7 @@ class Attention(nn.Module):
         return self.proj(update.flatten(2))
 
 class LearnedGamma(Attention):
-    """Phi = V - gamma MH, where each head learns its gamma.  [choice] AX2 learns none (Sec. 3.2);
-    "one additional" parameter in its Sec. 5 is probably a misprint."""
+    """Phi = V - gamma MH. Each head learns its gamma.  [choice] AX2 learns none (Sec. 3.2)."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
         start = self.gamma  # a number, which becomes a parameter
@@ -156,7 +155,7 @@ class BeliefStar(Attention):
 
     def forward(self, x):
         nh = self.config.num_heads
-        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, nh hs), copied once for both
+        mh, v = [t.flatten(2) for t in self.heads(x)]  # (B, T, nh hs)
         delta = orthogonal(mh, v)
         mh, v = [t.unflatten(2, (nh, -1)) for t in (mh, v)]  # (B, T, nh, hs)
         delta_s = orthogonal(mh, v)
@@ -171,7 +170,7 @@ ATTENTION = {
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,                          # [AX1 Eq. 9]
     'attentionx-learned': LearnedGamma,                                            # [choice]
     'belief': lambda mh, v, gamma: orthogonal(mh.flatten(2), v.flatten(2)),        # [BF Eq. 10]
-    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13], alone: [choice]
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13]; alone: [choice]
     'belief-star': BeliefStar,                                                     # [BF Eq. 15]
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,   # a control: only the scale
     'value-skip': lambda mh, v, gamma: mh + v,           # a control: V is added
@@ -183,7 +182,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax if gamma is 1
+    if c.zero_diag and c.attention != 'softmax-scaled':  # 1 times softmax would be softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -224,7 +223,7 @@ class SETAdam(torch.optim.Optimizer):
 @dataclass
 class Config:
     """Every field is a flag: --num-heads 6, --flip, --no-flip. --help prints this.
-    A field of yours is an int, float, str, bool, Literal or, if it may be unset, float | None."""
+    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set)."""
     # the papers' method
     attention: str = 'belief'      # a row of ATTENTION
     gamma: float | None = None     # default: 3; zero_diag: 1; attentionx-v1: 1
@@ -287,7 +286,7 @@ class Config:
             fail(f'--dropout {self.dropout} must be at least 0, and less than 1')
 
 CHOICES = {'attention': ATTENTION}  # flags whose values are the rows of a table
-MACHINE = {  # settings that do not tell runs apart
+MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'images'}
 
 VIT_SMALL = dict(embed_dim=512, depth=6, num_heads=8, mlp_dim=512, dropout=0.1)
@@ -817,8 +816,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
-    # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
-    # error only when the scale is down to 1. In other dtypes it is always 1.
+    # In float16 gradients may overflow. Then the scaler skips the step and halves its scale. Only
+    # when the scale is down to 1, which it always is in other dtypes, is that an error.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -840,7 +839,7 @@ def train(c, folder=None, data=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log = resume_run(c, data.meta, model, optimizer, scaler)
-    begun, before = step, seconds  # to tell the pace of this process
+    first_step, first_seconds = step, seconds  # of this process, for its pace
     print(f'model   {c.attention}, {sum(p.numel() for p in model.parameters()):,} parameters, '
           f'on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train[1]):,} images to train on, {len(data.val[1]):,} held '
@@ -852,7 +851,7 @@ def train(c, folder=None, data=None):
     thread, coming = ThreadPoolExecutor(1), None
     while True:
         due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
-        if due and (not log or log[-1]['step'] < step):  # a resumed run has evaluated its step
+        if due and (not log or log[-1]['step'] < step):  # not twice in a resumed run
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
@@ -891,7 +890,7 @@ def train(c, folder=None, data=None):
         seconds += time.perf_counter() - start
         step += 1
         if c.log_interval and step % c.log_interval == 0:
-            pace = (seconds - before) / (step - begun)
+            pace = (seconds - first_seconds) / (step - first_step)
             print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
@@ -959,6 +958,8 @@ def pick_device(c):
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if 'cuda' in name and not torch.cuda.is_available():
+        fail(f'--device {name}: PyTorch finds no CUDA here')
     device = torch.empty(0, device=name).device  # with an index: cuda:0
     if device.type == 'cuda':
         torch.cuda.set_device(device)
@@ -988,8 +989,7 @@ def load(path):
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is missing, damaged, or of another program: python prepare_data.py lists the '
-         'commands that make or convert weights')
+    fail(f'{path} is missing, damaged, or of another program (prepare_data.py converts weights)')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
@@ -1015,7 +1015,8 @@ def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     if saved.get('code') != CODE:
-        fail(f'{SCRIPT}.py has changed since {c.folder} began: start anew without --resume')
+        fail(f'{SCRIPT}.py has changed since {c.folder} began: undo that, or start anew '
+             'without --resume')
     then = dict(saved['settings'], checksum=saved['data']['checksum'])
     now = dict(asdict(c), checksum=meta['checksum'])  # of the data
     for name in sorted(now.keys() - MACHINE):
@@ -1055,14 +1056,14 @@ def draw_curves(path, log, panels):
     figure.savefig(path)
 
 def run_folder(c, preset, given):
-    """c with the folder of its run, and with resume only if there is a run to continue. `given` are
-    the flags that were typed, {field: value}."""
+    """-> c with the folder of its run, and with resume only if there is one to continue. `given`
+    are the flags that were typed, {field: value}."""
     if c.folder:
         fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
-    if name != words or len(name) > 80:  # other commands have other names
+    if name != words or len(name) > 80:  # a checksum keeps two commands apart
         name = f'{name[:70]}-{zlib.crc32(words.encode()):08x}'
     root = Path(c.out_dir, SCRIPT)
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
@@ -1078,8 +1079,8 @@ def train_and_report(c):
     """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
-    if 0 < c.max_iters < c.warmup_iters:
-        print('note    --max-iters is below --warmup-iters: the rate will not reach its peak')
+    if 0 < c.max_iters <= c.warmup_iters:
+        print('note    training ends within its warmup: the rate will not reach its peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -1102,10 +1103,11 @@ def parse(argv):
             kind = dict(type=type(options[0]), choices=options)
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
-        elif f.type is tuple:
+        elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        known = None if f.name in CHOICES else argparse.SUPPRESS  # Config's source shows the rest
-        p.add_argument('--' + f.name.replace('_', '-'), help=known, **kind)
+        if f.name not in CHOICES:  # then Config's source, printed above, says all
+            kind['help'] = argparse.SUPPRESS
+        p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
     c = Config(**{**PRESETS[preset], **given})

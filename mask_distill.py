@@ -59,7 +59,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 SCRIPT = Path(__file__).stem
-CODE = zlib.crc32(Path(__file__).read_bytes())  # another number if one letter of this file changes
+CODE = zlib.crc32(Path(__file__).read_bytes())  # of this file's text: see resume_run
 
 def fail(message):
     """Exit with one line that tells the user what to do."""
@@ -261,7 +261,7 @@ def kept_pairs(masks, alphas, T):
 @dataclass
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
-    A field of yours is an int, float, str, bool, Literal or, if it may be unset, float | None."""
+    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set)."""
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
@@ -316,7 +316,7 @@ class Config:
             fail('--max-iters and --seed are 0 or more, --batch-size and --block-size 1 or more')
 
 CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
-MACHINE = {  # settings that do not tell runs apart
+MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'new_tokens', 'temperature'}
 TEACHER = {  # settings that a teacher depends on: they name its run
@@ -713,8 +713,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
         total += loss.detach()
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
-    # If gradients overflow float16, the scaler skips the step and halves its scale. That is an
-    # error only when the scale is down to 1. In other dtypes it is always 1.
+    # In float16 gradients may overflow. Then the scaler skips the step and halves its scale. Only
+    # when the scale is down to 1, which it always is in other dtypes, is that an error.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -738,14 +738,14 @@ def train(c, folder=None, data=None, teacher=None):
     step, seconds, log, losses = 0, 0.0, [], []
     if c.resume:
         step, seconds, log = resume_run(c, data.meta, model, optimizer, scaler)
-    begun, before = step, seconds  # to tell the pace of this process
+    first_step, first_seconds = step, seconds  # of this process, for its pace
     role = f'student with {c.masks}' if teacher else 'teacher'
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f'model   {role}, {size:,} parameters to train, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} tokens to train on, {len(data.val):,} held out')
     while True:
         due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
-        if due and (not log or log[-1]['step'] < step):  # a resumed run has evaluated its step
+        if due and (not log or log[-1]['step'] < step):  # not twice in a resumed run
             row = dict(step=step, seconds=seconds)
             if losses:
                 row['loss'] = sum(losses) / len(losses)
@@ -784,7 +784,7 @@ def train(c, folder=None, data=None, teacher=None):
         seconds += time.perf_counter() - start
         step += 1
         if c.log_interval and step % c.log_interval == 0:
-            pace = (seconds - before) / (step - begun)
+            pace = (seconds - first_seconds) / (step - first_step)
             print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
@@ -885,6 +885,8 @@ def pick_device(c):
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if 'cuda' in name and not torch.cuda.is_available():
+        fail(f'--device {name}: PyTorch finds no CUDA here')
     device = torch.empty(0, device=name).device  # with an index: cuda:0
     if device.type == 'cuda':
         torch.cuda.set_device(device)
@@ -914,8 +916,7 @@ def load(path):
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is missing, damaged, or of another program: python prepare_data.py lists the '
-         'commands that make or convert weights')
+    fail(f'{path} is missing, damaged, or of another program (prepare_data.py converts weights)')
 
 def load_run(c):
     """load_pair of --folder, or of the newest run. It takes the last weights: the best ones were
@@ -936,7 +937,8 @@ def resume_run(c, meta, model, optimizer, scaler):
     """Load the last checkpoint -> its progress: step, seconds, log."""
     saved = load(Path(c.folder, 'ckpt.pt'))
     if saved.get('code') != CODE:
-        fail(f'{SCRIPT}.py has changed since {c.folder} began: start anew without --resume')
+        fail(f'{SCRIPT}.py has changed since {c.folder} began: undo that, or start anew '
+             'without --resume')
     then = dict(saved['settings'], checksum=saved['data']['checksum'])
     now = dict(asdict(c), checksum=meta['checksum'])  # of the data
     for name in sorted(now.keys() - MACHINE):
@@ -976,14 +978,14 @@ def draw_curves(path, log, panels):
     figure.savefig(path)
 
 def run_folder(c, preset, given):
-    """c with the folder of its run, and with resume only if there is a run to continue. `given` are
-    the flags that were typed, {field: value}."""
+    """-> c with the folder of its run, and with resume only if there is one to continue. `given`
+    are the flags that were typed, {field: value}."""
     if c.folder:
         fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
-    if name != words or len(name) > 80:  # other commands have other names
+    if name != words or len(name) > 80:  # a checksum keeps two commands apart
         name = f'{name[:70]}-{zlib.crc32(words.encode()):08x}'
     root = Path(c.out_dir, SCRIPT)
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
@@ -999,8 +1001,8 @@ def train_and_report(c):
     """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
-    if 0 < c.max_iters < c.warmup_iters:
-        print('note    warmup is longer than training: the rate will not reach its peak')
+    if 0 < c.max_iters <= c.warmup_iters:
+        print('note    training ends within its warmup: the rate will not reach its peak')
     model, log = train(c, folder, data)
     report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)
@@ -1022,10 +1024,11 @@ def parse(argv):
             kind = dict(type=type(options[0]), choices=options)
         elif f.type is bool:
             kind = dict(action=argparse.BooleanOptionalAction)
-        elif f.type is tuple:
+        elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        known = None if f.name in CHOICES else argparse.SUPPRESS  # Config's source shows the rest
-        p.add_argument('--' + f.name.replace('_', '-'), help=known, **kind)
+        if f.name not in CHOICES:  # then Config's source, printed above, says all
+            kind['help'] = argparse.SUPPRESS
+        p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
     preset = given.pop('preset')
     c = Config(**{**PRESETS[preset], **given})
