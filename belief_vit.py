@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow"]
 # ///
-"""A ViT whose attention outputs a difference: BeliefFormer and AttentionX beside plain softmax.
+"""A ViT whose attention outputs how MH differs from V: BeliefFormer and AttentionX, and softmax.
 
 Multi-head attention gives an image's patch a weighted sum of values, MH = softmax(QK^T / sqrt(hs))
 V. The papers argue that a layer should output how MH differs from the patch's own value V. The idea
@@ -27,8 +27,8 @@ neighbours exchange how their solutions differ [BF Eq. 1-5].
     [choice]        V - gamma MH, where each head learns its gamma            attentionx-learned
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
-By default gamma is 1 with --zero-diag [AX2 Sec. 3.2] and in attentionx-v1 [AX1 Sec. 4.1], else 3
-[choice]. The papers' optimiser is SETAdam [BF Sec. 5.3].
+The default gamma is 1 if --zero-diag is set, as it is here [AX2 Sec. 3.2], and in attentionx-v1
+[AX1 Sec. 4.1]; else it is 3 [choice]. The papers' optimiser is SETAdam [BF Sec. 5.3].
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, on the same batches
@@ -163,7 +163,7 @@ class BeliefStar(Attention):
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# A class, for its own parameters, extends Attention; its forward returns (B, T, C).
+# A class, for its own parameters or another mask, extends Attention, as the two above.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -718,7 +718,7 @@ def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = ViT(c, len(meta['classes']))
     if c.init and not c.resume:  # a run that goes on has weights of its own
-        load_weights(model, c.init, optional='^head|proj_s|gamma')  # may be missing; add your names
+        load_weights(model, c.init, optional='^head|proj_s|gamma')  # add your parameters' names
     return model
 
 def load_weights(model, path, optional):
