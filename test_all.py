@@ -2326,6 +2326,7 @@ def test_door_refuses_texts_and_arrays(tmp_path):
         'text latin.txt --encoding x': 'unknown encoding', 'text few.txt': '1 to validate on',
         'text few.txt --name ../x': 'give another one', 'cifar': 'did you mean cifar10',
         'photo nano': 'photos?', 'coco --parts 3': '1 to 2',
+        'shakespeare --from few.txt': '3 bytes instead of / --no-verify',
         'tokens wide': 'train.bin / uint16', 'tokens high': 'id 60000, first at 1 / header',
         'tokens low': 'no id exceeds 98', 'tokens empty': ' 0 bytes / 3 bytes / faults: 2',
         'tokens letters': 'text letters/input.txt',
