@@ -145,8 +145,12 @@ def read_rows(path, script=None):
     script has text: --data 007 is not 7."""
     own = {f.name for f in fields(script.Config) if type(f.default) is str} if script else set()
     with open(path, newline='', encoding='utf-8-sig') as file:  # Excel begins it with a mark
-        return [{key: text if key in TEXT | own else number(text) for key, text in row.items()
-                 if text and key} for row in csv.DictReader(file)]
+        try:
+            rows = [*csv.DictReader(file)]
+        except (UnicodeDecodeError, csv.Error) as error:
+            fail(f'{path} is no csv: {error}')
+    return [{key: text if key in TEXT | own else number(text) for key, text in row.items()
+             if text and key} for row in rows]
 
 def write_rows(path, rows):
     """Write a csv file. If that is stopped, the old one is still there."""
@@ -281,8 +285,7 @@ def train_all(script, cases, seeds, role, o):
     add_rows(o.csv, [], script)  # what cannot be written is better known before the first run
     diverged = {(row['log'], row['role']): row for row in old if 'diverged' in row}
     jobs = [(case, seed) for seed in seeds for case in cases]
-    print(f'{len(cases)} cases, {len(seeds)} seeds. Rows go to {o.csv}; what the runs print goes '
-          f'to {o.printed.name}', flush=True)
+    print(f'{len(jobs)} runs: rows go to {o.csv}, what runs print to {o.printed.name}', flush=True)
     cases, rows, times = add_teachers(script, cases, o), [], []
     for i, (case, seed) in enumerate(jobs, 1):
         begin, c = time.perf_counter(), run_of(script, cases[case], seed, o)
@@ -399,7 +402,8 @@ def tabulate(script, cases, metric):
     """Print a line for each case -> a dict for each."""
     first, *rest = cases.values()
     rows = [row for runs in cases.values() for row in runs.values()]
-    names = dict.fromkeys(name for row in rows for name, x in row.items() if type(x) is not str)
+    names = dict.fromkeys(name for row in rows for name, x in row.items()
+                          if isinstance(x, (int, float)))
     if metric not in names:
         fail(f'--metric {metric}: choose from {", ".join(names)}')
     machines = sorted({f'{row["machine"]}, torch {row["torch"]}' for row in rows
@@ -568,13 +572,8 @@ def parse(argv):
 
 def rows_in(script, paths):
     """The rows of csv files."""
-    rows = []
-    for path in paths:
-        try:
-            found = read_rows(path, script)
-        except (UnicodeDecodeError, csv.Error) as error:
-            fail(f'--from-csv {path}: {error}')
-        rows += [dict(row, folder=beside(path, '.runs') / script.SCRIPT) for row in found]
+    rows = [dict(row, folder=beside(path, '.runs') / script.SCRIPT)
+            for path in paths for row in read_rows(path, script)]
     own = {'case', 'role', 'seed', fields(script.Config)[0].name}
     if not rows or not all(own <= row.keys() for row in rows):
         fail(f'--from-csv {" ".join(map(str, paths))}: not all lines are runs of '
