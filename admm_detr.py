@@ -518,7 +518,7 @@ class DETR(nn.Module):
         """Initialise p by seed and name alone: layers that variants share start equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer, _, kind = name.rpartition('.')  # kind: weight, bias or in_proj_weight
-        weight = self.get_parameter(f'{layer}.weight') if kind == 'bias' else p  # of the layer
+        weight = self.get_parameter(f'{layer}.weight') if kind == 'bias' else p
         fan_out, fan_in = len(weight), weight[0].numel()
         bound = fan_in ** -0.5  # PyTorch's default
         if name.startswith('transformer') and kind != 'bias':
@@ -782,7 +782,7 @@ def set_loss(outputs, targets, c):
 
     loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
             + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
-    is_last = layer == 0  # see outs
+    is_last = layer == 0  # with which outs begins
     return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
                 loss_bbox=(loss_bbox.sum(-1) * is_last).sum() / num_boxes,
                 loss_giou=(loss_giou * is_last).sum() / num_boxes,
@@ -946,7 +946,7 @@ def make_optimizer(model, c):
               dict(params=model.backbone.parameters(), ratio=c.lr_backbone_ratio)]
     return torch.optim.AdamW(groups, lr=c.learning_rate, weight_decay=c.weight_decay)
 
-POOL = ThreadPoolExecutor()
+POOL = ThreadPoolExecutor()  # it decodes photos
 
 def load_batch(dataset, rows, device):
     """rows: [(row, rng), ...] for dataset.example -> images (B, 3, H, W), filled with zeros at the
@@ -1063,7 +1063,7 @@ def train(c, folder=None, data=None):
           f'{size:,} parameters to learn, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} images to train on, {len(data.val):,} held out'
           + ('' if c.init else '; expect AP near 0 for the first 500 steps or more'))
-    thread, coming = ThreadPoolExecutor(1), None  # it makes batches while the model trains
+    thread, coming = ThreadPoolExecutor(1), None  # makes batches while the model trains
     while True:
         due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
         if due and (not log or log[-1]['step'] < step):  # not twice in a resumed run
@@ -1165,7 +1165,8 @@ def draw_found(path, examples, answers, classes):
     returns for each."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
-    figure = Figure(figsize=(max(8, 4 * len(examples)), 8), layout='tight')
+    side = 6 if len(examples) == 1 else 4  # of one picture, in inches
+    figure = Figure(figsize=(side * len(examples), 2 * side), layout='tight')
     axes = figure.subplots(2, len(examples), squeeze=False)
     axes[1, 0].set_title('where the highest-scoring query looks')
     for column, (image, target), (found, seen) in zip(axes.T, examples, answers):
@@ -1185,12 +1186,12 @@ def draw_found(path, examples, answers, classes):
     figure.savefig(path)
 
 def draw_boxes(axis, found, classes):
-    """Draw boxes with their labels, the highest-scoring on top. A label that would hide another one
+    """Draw boxes, the highest-scoring first, and their labels. One that would hide an earlier one
     moves down."""
     from matplotlib.patches import Rectangle
     width, height = axis.get_xlim()[1], axis.get_ylim()[0]
     places = []  # of labels
-    for one in reversed(found):
+    for one in found:
         (x, y, w, h), k = one['bbox'], one['category_id']
         axis.add_patch(Rectangle((x, y), w, h, color=f'C{k % 10}', fill=False, lw=1.5))
         while any(abs(x - a) < width / 4 and abs(y - b) < height / 20 for a, b in places):

@@ -962,10 +962,10 @@ def test_detr_draws(tmp_path):
     with patch('matplotlib.figure.Figure.savefig', autospec=True) as drawn:
         detr.draw_found(tmp_path / 'x.png', [example] * 2, [(boxes, light), ([], light)], 'ab')
     above, empty, below, _ = drawn.call_args[0][0].axes
-    for axis, texts in (above, ['a 0.70', 'b 0.90']), (empty, []), (below, ['b 0.90']):
+    for axis, texts in (above, ['b 0.90', 'a 0.70']), (empty, []), (below, ['b 0.90']):
         assert [text.get_text() for text in axis.texts] == texts, texts
         assert len(axis.patches) == len(texts) and axis.get_xlim() == (0, 40), axis
-    assert above.patches[1].get_bbox().bounds == (5, 6, 7, 8)
+    assert above.patches[0].get_bbox().bounds == (5, 6, 7, 8)
     assert empty.get_title() and not above.get_title()
 
 # --------------------------------- masks: GPT-2 and its student ---------------------------------
