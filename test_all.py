@@ -2776,6 +2776,9 @@ def test_door_leaves_nothing_half_made(tmp_path):
         assert [path.name for path in (tmp_path / 'data').iterdir()] == ['notes']
         if ready:
             shutil.rmtree(tmp_path / 'data')
+    with patch.object(pathlib.Path, 'rename', side_effect=[FileNotFoundError, OSError] * 2):
+        whole(part, tmp_path, part)  # another run's is there in the last moment
+        raises(OSError, '', whole, part, part, part)
     write(tmp_path / 'notes.txt', TEXT + 'more')
     def full(*args):
         make(*args)
