@@ -113,6 +113,22 @@ def write(path, text, coding='utf-8'):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode(coding))
 
+def contents(path):
+    """{name: bytes} of all files in a folder, without hidden ones."""
+    files = [file for file in path.rglob('[!.]*') if file.is_file()]
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+
+def paint(path, pixels, turned=1):
+    """A photo of an array (height, width, 3); turned is its orientation in EXIF."""
+    Image = importlib.import_module('PIL.Image')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    Image.fromarray(pixels).save(path, exif=exif)
+
+def flat(height, width, colour):
+    return np.full((height, width, 3), colour, np.uint8)
+
 def prepared(path, command):
     """A command of prepare_data.py in this folder, which must end well -> the folder that it made,
     meta.json, what it printed."""
@@ -270,14 +286,14 @@ def fill(net):
 def load(path):
     return torch.load(path, weights_only=True)
 
-def interrupted(script, step):
-    """A patch: Ctrl-C while the process prepares this step."""
-    whole = script.get_batch
-    def get_batch(data, c, now, micro_step, device):
-        if now == step:
+def interrupted(script, call, name='get_batch'):
+    """A patch: Ctrl-C at this call of one of the script's functions, counted from 0."""
+    whole, calls = getattr(script, name), itertools.count()
+    def stopping(*args):
+        if next(calls) == call:
             raise KeyboardInterrupt
-        return whole(data, c, now, micro_step, device)
-    return patch.object(script, 'get_batch', get_batch)
+        return whole(*args)
+    return patch.object(script, name, stopping)
 
 # ------------------------------------ every variant ------------------------------------
 # Made from the scripts' own tables, so what you add to one of them is tested without a word, and a
@@ -1660,11 +1676,6 @@ def test_mask_init_files(tmp_path):
     assert {*tmp_path.glob('out/*/*')} == before
 
 # ------------------------------------ the training loop ------------------------------------
-def checkpoint(script, out):
-    """That of the only run in a folder."""
-    found, = out.glob(f'{script.SCRIPT}/*/ckpt.pt')
-    return load(found)
-
 # Flags of a run of six steps; its validation figure at first, its last training loss, its
 # validation figure at last. They are what it gave when it was right: on another processor, and with
 # another PyTorch, it gives the same to 1e-6. After a change that is meant to change them, run
@@ -1724,93 +1735,130 @@ def test_yardsticks(tmp_path):
         dict(one, image_id=9) for one in targets[0]['annotations']])
     assert detr.chance(targets)['AP'] < 0.2 and detr.chance([targets[0], twin])['AP'] == 1
 
-def test_resume_bit_for_bit(tmp_path):
-    """Stopped between two evaluations, then the same command with --resume: weights, log, best
-    weights and float16's scale are those of a run that was not stopped, which has drawn its
-    pictures. It has lost no step but, perhaps, the first to an overflow."""
+def checkpoint(script, out):
+    """That of the only run in a folder."""
+    found, = out.glob(f'{script.SCRIPT}/*/ckpt.pt')
+    return load(found)
+
+def same_runs(a, b):
+    """Whether two results have the same weights, best weights, log and scale of float16."""
+    for name in 'best.pt', 'ckpt.pt':
+        one, other = [load(x['folder'] / name) for x in (a, b)]
+        for key in {'model', 'teacher'} & one.keys():
+            assert same(one[key], other[key]), (name, key)
+    assert one['scaler'] == other['scaler'], (one['scaler'], other['scaler'])
+    logs = [[{**row, 'seconds': 0} for row in x['log']] for x in (a, b)]
+    assert repr(logs[0]) == repr(logs[1]), logs  # repr: there may be nan
+    tables = [(x['folder'] / 'log.csv').read_text() for x in (a, b)]
+    assert tables[0].count('\n') == tables[1].count('\n') == 1 + len(logs[0]), tables
+
+def test_stopped_and_resumed(tmp_path):
+    """Ctrl-C at any moment, then the same command with --resume, gives what a run gives that nobody
+    stops, to the last bit. The last row trains a teacher first."""
     pictures = bool(importlib.util.find_spec('matplotlib'))
-    for script, dtype in [*((script, 'float16') for script in SCRIPTS), (gpt, 'float32')]:
-        flags = short_run(script, tmp_path, '--grad-accum-steps', 2, *CPU, '--dtype', dtype)
-        flags += ['--dropout', '0.1'] * (script is not mask)
-        end = run(script, *flags, report=contextlib.nullcontext)
+    for n, (script, flags, *stops) in enumerate((
+            (gpt, '--dropout 0.1', (0, 'save'), (1, 'evaluate'), (0, 'write_log'), (4, 'get_batch'),
+             (1, 'save'), (0, 'report')),
+            (gpt, '--dtype float16 --dropout 0.1', (10, 'get_batch')),
+            (vit, '--dtype float16 --dropout 0.1', (10, 'get_batch')),
+            (detr, '--dtype float16 --dropout 0.1', (10, 'get_batch')),
+            (mask, '--dtype float16', (10, 'get_batch')),
+            (mask, '--teacher-iters 8', (14, 'get_batch'), (0, 'load_pair'), (0, 'make_student'),
+             (10, 'get_batch')))):
+        teachers = int('teacher' in flags)
+        flags = (tiny if teachers else short_run)(
+            script, tmp_path, *CPU, '--grad-accum-steps', 2, *flags.split())
+        out = '--out-dir', tmp_path / str(n)
+        end = run(script, *flags, *out, report=contextlib.nullcontext)
         assert end.code == 0, end.err
         whole = end.result
         sizes = {file.name: file.stat().st_size for file in whole['folder'].glob('*.png')}
         assert not pictures or sizes['curves.png'] > 5000 and min(sizes.values()) > 500, sizes
-        flags += '--out-dir', str(tmp_path / 'part')
-        with interrupted(script, 5):
-            end = run(script, *flags)
-        assert end.code == 130 and 'from step 3' in end.out.splitlines()[-1], (end.out, end.err)
-        end = run(script, *flags, '--resume')
+        out = '--out-dir', tmp_path / f'{n}-stopped'
+        for stop in stops:
+            with interrupted(script, *stop):
+                end = run(script, *flags, *out, '--resume')
+            assert end.code == 130 and '--resume continues' in end.out.splitlines()[-1], (stop, end)
+        end = run(script, *flags, *out, '--resume')
         assert end.code == 0 and 'from its last checkpoint' in end.out, (script.SCRIPT, end.err)
-        for name in 'best.pt', 'ckpt.pt':
-            want, got = load(whole['folder'] / name), load(end.result['folder'] / name)
-            assert same(want['model'], got['model']), (script.SCRIPT, name)
-        assert want['scaler'] == got['scaler'], (want['scaler'], got['scaler'])
-        if dtype == 'float16' and script is not detr:  # whose losses overflow at first
-            assert want['scaler']['_growth_tracker'] >= 5, want['scaler']
-        logs = [[{**row, 'seconds': 0} for row in result['log']] for result in (whole, end.result)]
-        assert repr(logs[0]) == repr(logs[1]), script.SCRIPT  # repr: there may be nan
-        text = (end.result['folder'] / 'log.csv').read_text()
-        assert text.count('\n') == 4 and text.startswith('step,'), text
+        same_runs(whole, end.result)
+        assert len([*out[1].glob('*/*/ckpt.pt')]) == 1 + teachers, script.SCRIPT
+        scaler = load(whole['folder'] / 'ckpt.pt')['scaler']
+        if scaler and script is not detr:  # no step is lost; but DETR's losses overflow at first
+            assert scaler['_growth_tracker'] >= 5, scaler
+
+def test_killed(tmp_path):
+    """By SIGKILL, at a moment that nobody chose."""
+    flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 120, '--eval-interval', 20)
+    out = tmp_path / 'killed'
+    process = subprocess.Popen([sys.executable, gpt.__file__, *flags, '--out-dir', str(out)],
+                               stdout=subprocess.DEVNULL)
+    while not list(out.glob('*/*/ckpt.pt')):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.15)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and checkpoint(gpt, out)['progress'][0] < 120
+    same_runs(done(gpt, *flags), done(gpt, *flags, '--resume', '--out-dir', out))
+
+@wants('PIL')
+def test_never_scored_again(tmp_path):
+    """A finished run's report comes from its log and weights. If the script was edited since,
+    --resume is refused, and what uses the run says so. Its checkpoint may be gone."""
+    paint(tmp_path / 'a.png', flat(20, 30, 99))
+    for script, action in (gpt, 'sample'), (vit, 'predict'), (detr, 'detect'), (mask, 'criteria'):
+        flags = short_run(script, tmp_path, *CPU)
+        end = run(script, *flags)
+        folder, before = end.result['folder'], contents(end.result['folder'])
+        with patch.multiple(script, evaluate=None, train_step=None):
+            again = run(script, *flags, '--resume')
+        figures = [line for line in end.out.splitlines() if line.startswith('result')]
+        assert figures and figures[0] in again.out, (end.out, again.out, again.err)
+        assert repr(again.result) == repr(end.result) and contents(folder) == before
+        use = [action, *CPU, '--out-dir', tmp_path / 'out']
+        use += ['--images', tmp_path / 'a.png'] * (script in (vit, detr))
+        assert 'has changed' not in run(script, *use).out
+        with patch.object(script, 'CODE', 1):
+            refuse(script, ['has changed', 'without --resume'], *flags, '--resume')
+            assert 'has changed' in run(script, *use).out, script.SCRIPT
+        if script is not mask:  # whose last weights are judged
+            newer = done(script, *flags, '--seed', 1)['folder']
+            for file in tmp_path.glob(f'out/{script.SCRIPT}/*/ckpt.pt'):
+                file.unlink()
+            assert f'run     {newer}\n' in run(script, *use).out, script.SCRIPT
 
 def test_runs_are_named_by_their_command(tmp_path):
-    """The same command takes the next free name or, with --resume, continues its newest run; it
-    starts one where there is none. Other settings or data are refused by name; a field that was
-    added since counts as its default, and one that was removed is not compared; an edited script
-    gets a note."""
+    """The same command takes the next free name or, with --resume, continues its newest run, or
+    starts one. Other settings or data are refused. There is no folder before a checkpoint."""
     flags = tiny(gpt, tmp_path, *CPU)
+    with interrupted(gpt, 0, 'save'):
+        assert run(gpt, *flags).code == 130 and not [*tmp_path.glob('out/*')]
+    with patch.object(gpt, 'save', side_effect=OSError('no space')):
+        refuse(gpt, ['error: no space'], *flags)
     def folder(*more):
         return done(gpt, *flags, *more)['folder']
     first = folder('--resume')
     second = folder()
     assert second == first.with_name(first.name + '+2') and folder('--resume') == second
     os.utime(first / 'ckpt.pt')  # now it is the newest
-    again = run(gpt, *flags, '--resume', '--log-interval', 0, '--top-k', 3)
-    assert again.result['folder'] == first and again.result['step'] == 6, again
-    assert 'was edited' not in again.out
-    with patch.object(gpt, 'CODE', b'an edited formula'):
-        assert 'was edited' in run(gpt, *flags, '--resume').out
-    other = folder('--resume', '--seed', 5)
-    newest = run(gpt, 'sample', '--out-dir', tmp_path / 'out').out
-    assert other not in (first, second) and f'run     {other}\n' in newest, newest
+    assert folder('--resume', '--log-interval', 0, '--top-k', 3) == first
+    assert folder('--resume', '--seed', 5) not in (first, second)
     assert f'run     {first}\n' in run(gpt, 'sample', '--folder', first).out
-
-    this = '--resume', '--folder', second
-    for words, *more in ((['--folder', '--resume'], '--folder', second),
-                         (['--folder', 'nowhere'], '--folder', tmp_path / 'nowhere', '--resume'),
-                         (['batch_size 4', 'is 2'], *this, '--batch-size', 2)):
-        refuse(gpt, words, *flags, *more)
-    saved = load(second / 'ckpt.pt')
-    older = {name: x for name, x in saved['settings'].items() if name != 'beta2'}
-    torch.save({**saved, 'settings': dict(older, removed=7)}, second / 'ckpt.pt')
-    assert folder(*this) == second
-    torch.save({**saved, 'settings': dict(saved['settings'], beta1=0.7)}, second / 'ckpt.pt')
-    refuse(gpt, ['beta1 0.7'], *flags, *this)
-    torch.save(saved, second / 'ckpt.pt')
+    refuse(gpt, ['--folder'], *flags, '--folder', second, '--resume')
+    saved = load(first / 'ckpt.pt')
+    torch.save(dict(saved, settings=dict(saved['settings'], beta1=0.7)), first / 'ckpt.pt')
+    refuse(gpt, ['beta1 0.7', '0.9'], *flags, '--resume')
+    torch.save(saved, first / 'ckpt.pt')
     text_data(tmp_path, TEXT[::-1])
     refuse(gpt, ['checksum'], *flags, '--resume')
 
-    assert gpt.run_name('t4', dict(attention='softmax', seed=1, threads=2)
-                        ) == 't4,attention=softmax,seed=1'
-    names = [gpt.run_name('tiny', dict(init=init)) for init in
-             ('a/b', 'a_b', 'a b', 'x' * 99, 'x' * 98 + 'y')]
+    def name(*flags):
+        return pathlib.Path(gpt.parse(flags)[1].folder).name
+    assert name('--preset', 't4', '--attention', 'softmax', '--seed', '1', '--threads', '2'
+                ) == 't4,attention=softmax,seed=1'
+    names = [name('--init', init) for init in ('a/b', 'a_b', 'a b', 'x' * 99, 'x' * 98 + 'y')]
     assert len({*names}) == 5 and max(map(len, names)) <= 80, names
     assert all(re.fullmatch(r'[\w.,=+-]+', name) for name in names), names
-
-def test_stopped_or_failed_early(tmp_path):
-    """Ctrl-C is said in one line. A run that ends before its first checkpoint leaves no folder."""
-    flags = tiny(gpt, tmp_path, *CPU)
-    for error, code in (KeyboardInterrupt, 130), (OSError('no space'), 2):
-        with patch.object(gpt, 'save', side_effect=error):
-            end = run(gpt, *flags)
-        assert end.code == code and not [*tmp_path.glob('out/*/*')], end
-    assert end.err == 'attentionx_gpt: error: no space\n', end.err
-    with patch.object(gpt, 'make_model', side_effect=KeyboardInterrupt):
-        assert run(gpt, *flags).out.splitlines()[1:] == ['', 'stopped']
-    with interrupted(gpt, 5):
-        *_, blank, last = run(gpt, *flags).out.splitlines()
-    assert not blank and last.startswith('stopped; ') and '--resume' in last, last
 
 def test_best_weights(tmp_path):
     """best.pt has those of the best evaluation, compiled or not; the report's figure is the last.
@@ -1884,45 +1932,30 @@ def test_not_finite(tmp_path):
     refuse(gpt, ['validation loss', 'nan'], *half, '--dtype', 'float32', '--max-iters', 1,
            '--warmup-iters', 0, '--learning-rate', 4e9, '--eval-interval', 1)
 
-def test_killed(tmp_path):
-    """SIGKILL at any moment, then --resume: the weights of a run that nobody disturbed."""
-    flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 120, '--eval-interval', 20)
-    out = tmp_path / 'part'
-    part = subprocess.Popen([sys.executable, gpt.__file__, *flags, '--out-dir', str(out)],
-                            stdout=subprocess.DEVNULL)
-    while not list(out.glob('*/*/ckpt.pt')):
-        assert part.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.15)
-    part.kill()
-    assert part.wait() == -signal.SIGKILL and checkpoint(gpt, out)['progress'][0] < 120
-    for more in ['--resume', '--out-dir', out], []:
-        done(gpt, *flags, *more)
-    assert same(checkpoint(gpt, out)['model'], checkpoint(gpt, tmp_path / 'out')['model'])
-
 def one_of_two(commands):
     """What each process of the next test does."""
-    for name, argv, stopped_in in commands:
+    for name, argv, stop in commands:
         os.environ['MASTER_PORT'] = str(int(os.environ['MASTER_PORT']) + 1)  # each meets at its own
         script = importlib.import_module(name)
-        with quick_report(), interrupted(script, stopped_in):
+        with quick_report(), interrupted(script, stop), patch('atexit.register'):
             try:
                 script.main(argv)
             except SystemExit as error:
-                assert error.code == 130 and stopped_in, error.code
+                assert error.code == 130 and stop, error.code
+        torch.distributed.destroy_process_group()
 
 @loopback()
 def test_two_processes(tmp_path):
     """They end with the weights of one, also when stopped and resumed."""
     commands, both = [], tmp_path / 'both'
-    for script in SCRIPTS:
+    for script in gpt, vit, detr:
         flags = tiny(script, tmp_path, *CPU, '--warmup-iters', 3, '--batch-size', 2,
                      '--grad-accum-steps', 4 if script is gpt else 2)
         flags += ['--mix'] * (script is vit)
         done(script, *flags)
         flags += '--out-dir', str(both)
         if script is gpt:
-            commands.append((script.SCRIPT, flags, 5))
+            commands.append((script.SCRIPT, flags, 10))
         commands.append((script.SCRIPT, ['--resume', *flags], None))
     code = 'import json, sys, test_all; test_all.one_of_two(json.loads(sys.argv[1]))'
     command = [sys.executable, '-c', code, json.dumps(commands)]
@@ -1940,7 +1973,7 @@ def test_two_processes(tmp_path):
             process.kill()
     files = sorted(file.relative_to(both) for file in both.rglob('ckpt.pt'))
     assert files == sorted(file.relative_to(tmp_path / 'out')
-                           for file in tmp_path.glob('out/*/*/ckpt.pt')) and len(files) == 5, files
+                           for file in tmp_path.glob('out/*/*/ckpt.pt')) and len(files) == 3, files
     for file in files:
         got, want = load(both / file), load(tmp_path / 'out' / file)
         assert got['progress'][0] == want['progress'][0], file
@@ -2015,32 +2048,7 @@ def test_mask_two_stages(tmp_path):
     assert few.result['kl'] == again['kl'] != whole.result['kl'], (few.result, again)
     assert 'on 16 validation sequences' in whole.out, whole.out
 
-def test_mask_stopped_in_either_stage(tmp_path):
-    """Ctrl-C in both and between them, then --resume: nothing is lost."""
-    flags = tiny(mask, tmp_path, '--teacher-iters', 8, *CPU)
-    want = load(done(mask, *flags)['folder'] / 'ckpt.pt')
-    flags += '--out-dir', str(tmp_path / 'part')
-    between = [patch.object(mask, name, side_effect=KeyboardInterrupt)
-               for name in ('load_pair', 'make_student')]
-    for stop in interrupted(mask, 7), *between, interrupted(mask, 5):
-        with stop:
-            end = run(mask, *flags, '--resume')
-        assert end.code == 130 and '--resume continues' in end.out.splitlines()[-1], end
-    end = run(mask, *flags, '--resume')
-    assert end.code == 0 and 'from its last checkpoint' in end.out, end
-    got = load(end.result['folder'] / 'ckpt.pt')
-    assert same(got['model'], want['model']) and same(got['teacher'], want['teacher'])
-    assert len([path for path in tmp_path.glob('part/*/*') if path.is_dir()]) == 2
-    text_data(tmp_path, TEXT[::-1])  # of other data there is another teacher
-    done(mask, *flags)
-    assert len([*tmp_path.glob('part/*/teacher*/ckpt.pt')]) == 2
-
 # ------------------------------------ prepare_data.py ------------------------------------
-def contents(path):
-    """{name: bytes} of all files in a folder, without hidden ones."""
-    files = [file for file in path.rglob('[!.]*') if file.is_file()]
-    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
-
 def held(final):
     """What the scripts read of data/NAME -> {split: rows}. A row is a token, or a class and its
     image (bytes, or the parts of a path), or a photo and its boxes."""
@@ -2083,17 +2091,6 @@ def save_ids(folder, ids):
     folder.mkdir()
     np.asarray(ids).tofile(folder / 'train.bin')
     np.arange(9, dtype='<u2').tofile(folder / 'val.bin')
-
-def paint(path, pixels, turned=1):
-    """A photo of an array (height, width, 3); turned is its orientation in EXIF."""
-    Image = importlib.import_module('PIL.Image')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    exif = Image.Exif()
-    exif[0x0112] = turned
-    Image.fromarray(pixels).save(path, exif=exif)
-
-def flat(height, width, colour):
-    return np.full((height, width, 3), colour, np.uint8)
 
 def paint_classes(folder, names='cat dog', first=0, n=10):
     """folder/CLASS/*.png, n of each, no two alike in one folder."""
