@@ -151,7 +151,7 @@ def text_data(path, text=TEXT):
 
 def vit_data(path, n=60):
     """Noisy images of three classes, n of them to train on; the class is their brightest colour."""
-    (path / 'images').mkdir(exist_ok=True)
+    (path / 'images').mkdir(parents=True, exist_ok=True)
     random = np.random.RandomState(0)
     for split, size in ('train', n), ('test', 9):
         labels = np.arange(size) % 3
@@ -1558,12 +1558,12 @@ def test_detr_detects(tmp_path):
     assert [*end.result] == [str(photo) for photo in photos] and 'b.png cannot be read' in end.out
     assert len([*tmp_path.glob('out/found/[!.]*.png')]) == 3, end  # none is hidden
     for found, width, (above, below) in zip(end.result.values(), (30, 40, 30), drawn):
-        texts = [f'{"abcdefghij"[one["category_id"]]} {one["score"]:.2f}' for one in found[::-1]]
+        texts = [f'{"abcdefghij"[one["category_id"]]} {one["score"]:.2f}' for one in found]
         assert len(found) == 5, found  # one for each query
         assert [text.get_text() for text in above.texts] == texts, found
-        assert [text.get_text() for text in below.texts] == texts[-1:], found
+        assert [text.get_text() for text in below.texts] == texts[:1], found
         boxes = [box.get_bbox().bounds for box in above.patches]
-        close(boxes, [one['bbox'] for one in found[::-1]], 1e-4)
+        close(boxes, [one['bbox'] for one in found], 1e-4)
         assert above.get_xlim() == (0, width) and not above.get_title()
     assert not any(none.result.values()) and all(above.get_title() for above, _ in drawn[3:])
     refuse(detr, ['--images'], *detect)
