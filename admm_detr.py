@@ -300,7 +300,7 @@ class Config:
     dim_feedforward: int = 128     # hidden channels of the feed-forward networks
     dropout: float = 0.0           # also of x
     num_queries: int = 12          # object queries, several times as many as objects in an image
-    init: str = ''                 # weights to start from: a run's best.pt, or prepare_data.py's
+    init: str = ''                 # weights to start from: RUN/best.pt, or prepare_data.py's file
     # losses; matching uses the same weights
     bbox_loss_coef: float = 5.0    # of the L1 distance
     giou_loss_coef: float = 2.0    # of generalised IoU
@@ -329,7 +329,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0: PyTorch's choice, for larger models
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue this command's last run, or start one
+    resume: bool = False           # continue the last run of just these flags, or start one
     out_dir: str = 'out'           # where runs are written
     # detect
     folder: str = ''               # a run's folder; default: the newest
@@ -1273,7 +1273,7 @@ def load(path):
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is missing, damaged, or of another program (prepare_data.py converts weights)')
+    fail(f'{path} is no checkpoint: it is missing, damaged, or to be converted by prepare_data.py')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
@@ -1342,8 +1342,8 @@ def draw_curves(path, log, panels):
 def run_folder(c, preset, given):
     """-> c with the folder of its run, and with resume only if there is one to continue. `given`
     are the flags that were typed, {field: value}."""
-    if c.folder:
-        fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
+    if {'folder', 'images'} & given.keys():
+        fail(f'--folder and --images are for a run that is there: {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1353,6 +1353,8 @@ def run_folder(c, preset, given):
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
         return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
+    if c.resume:
+        print('note    no run of just these flags is there: a new one starts')
     folder, n = root / name, 1
     while folder.exists():
         n += 1

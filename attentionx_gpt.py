@@ -96,8 +96,9 @@ def multi_head(q, k, v, zero_diag=False, dropout=0.0):
 def orthogonal(mh, v):
     """MH - alpha V, the part of MH orthogonal to V, with alpha = <MH,V> / <V,V> over the last
     dimension: one alpha for each token of (B, T, C), one for each head of (B, T, nh, hs)."""
-    dtype, wide = mh.dtype, torch.promote_types(v.dtype, torch.float32)
-    mh, v = mh.to(wide), v.to(wide)  # in float16, <V,V> easily overflows
+    dtype = mh.dtype
+    wide = torch.promote_types(v.dtype, torch.float32)  # in float16, <V,V> easily overflows
+    mh, v = mh.to(wide), v.to(wide)
     mh_v = (mh * v).sum(-1, keepdim=True)
     v_v = (v * v).sum(-1, keepdim=True).clamp_min(1e-30)  # [choice] where V = 0, alpha = 0
     alpha = mh_v / v_v
@@ -105,7 +106,7 @@ def orthogonal(mh, v):
 
 class CausalSelfAttention(nn.Module):
     """Attention with a formula of ATTENTION between MH and the output projection W^o."""
-    def __init__(self, c, layer):  # classes of yours may use layer (0, 1, ...)
+    def __init__(self, c, layer):  # layer (0, 1, ...) is here for classes of yours
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
@@ -132,8 +133,8 @@ class LearnedGamma(CausalSelfAttention):
     """Phi = V - gamma MH. Each head learns its gamma.  [choice] AX2 learns none (Sec. 3.2)."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        start = self.gamma  # a number, which becomes a parameter
-        self.gamma = nn.Parameter(torch.full((c.n_head, 1), start))  # (nh, 1)
+        gamma = torch.full((c.n_head, 1), self.gamma)  # (nh, 1), from one number
+        self.gamma = nn.Parameter(gamma)
 
     def forward(self, x):
         mh, v = self.heads(x)
@@ -155,7 +156,7 @@ class BeliefStar(CausalSelfAttention):
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# A class, for its own parameters or another mask, extends CausalSelfAttention, as the two above.
+# A class, for its own parameters, settings or mask, extends CausalSelfAttention, as the two above.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -196,7 +197,7 @@ class Config:
     vocab_size: int = 0            # 0: that of the data
     bias: bool = False             # biases in linear and norm layers (GPT-2 has them)
     dropout: float = 0.0
-    init: str = ''                 # weights to start from: a run's best.pt, or prepare_data.py's
+    init: str = ''                 # weights to start from: RUN/best.pt, or prepare_data.py's file
     # data
     data: str = 'builtin'          # a folder in data/, or builtin: Python's own source
     # training
@@ -221,7 +222,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: PyTorch's choice
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue this command's last run, or start one
+    resume: bool = False           # continue the last run of just these flags, or start one
     out_dir: str = 'out'           # where runs are written
     # sample
     folder: str = ''               # a run's folder; default: the newest
@@ -667,7 +668,7 @@ def load(path):
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is missing, damaged, or of another program (prepare_data.py converts weights)')
+    fail(f'{path} is no checkpoint: it is missing, damaged, or to be converted by prepare_data.py')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
@@ -736,8 +737,8 @@ def draw_curves(path, log, panels):
 def run_folder(c, preset, given):
     """-> c with the folder of its run, and with resume only if there is one to continue. `given`
     are the flags that were typed, {field: value}."""
-    if c.folder:
-        fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
+    if {'folder', 'images'} & given.keys():
+        fail(f'--folder and --images are for a run that is there: {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -747,6 +748,8 @@ def run_folder(c, preset, given):
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
         return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
+    if c.resume:
+        print('note    no run of just these flags is there: a new one starts')
     folder, n = root / name, 1
     while folder.exists():
         n += 1

@@ -27,11 +27,11 @@ neighbours exchange how their solutions differ [BF Eq. 1-5].
     [choice]        V - gamma MH, where each head learns its gamma            attentionx-learned
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
-The default gamma is 1 if --zero-diag is set, as it is here [AX2 Sec. 3.2], and in attentionx-v1
-[AX1 Sec. 4.1]; else it is 3 [choice]. The papers' optimiser is SETAdam [BF Sec. 5.3].
+The default gamma is 1 [AX2 Sec. 3.2] [AX1 Sec. 4.1]. With --no-zero-diag it is 3, but for
+attentionx-v1 [choice]. The papers train with --optimizer set-adam [BF Sec. 5.3].
 
     python belief_vit.py                          # train: a minute on two cores, no network
-    python belief_vit.py --attention softmax      # the baseline, on the same batches
+    python belief_vit.py --attention softmax      # the baseline, also with a zero diagonal
     python belief_vit.py predict --images *.jpg   # the newest run classifies photos
     python belief_vit.py --preset t4 --resume     # start or, after a stop, continue
     python belief_vit.py --help                   # every setting
@@ -101,8 +101,9 @@ def multi_head(q, k, v, zero_diag=False):
 def orthogonal(mh, v):
     """MH - alpha V, the part of MH orthogonal to V, with alpha = <MH,V> / <V,V> over the last
     dimension: one alpha for each token of (B, T, C), one for each head of (B, T, nh, hs)."""
-    dtype, wide = mh.dtype, torch.promote_types(v.dtype, torch.float32)
-    mh, v = mh.to(wide), v.to(wide)  # in float16, <V,V> easily overflows
+    dtype = mh.dtype
+    wide = torch.promote_types(v.dtype, torch.float32)  # in float16, <V,V> easily overflows
+    mh, v = mh.to(wide), v.to(wide)
     mh_v = (mh * v).sum(-1, keepdim=True)
     v_v = (v * v).sum(-1, keepdim=True).clamp_min(1e-30)  # [choice] where V = 0, alpha = 0
     alpha = mh_v / v_v
@@ -110,7 +111,7 @@ def orthogonal(mh, v):
 
 class Attention(nn.Module):
     """Attention with a formula of ATTENTION between MH and the output projection W^o."""
-    def __init__(self, c, layer):  # classes of yours may use layer (0, 1, ...)
+    def __init__(self, c, layer):  # layer (0, 1, ...) is here for classes of yours
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
@@ -139,8 +140,8 @@ class LearnedGamma(Attention):
     """Phi = V - gamma MH. Each head learns its gamma.  [choice] AX2 learns none (Sec. 3.2)."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        start = self.gamma  # a number, which becomes a parameter
-        self.gamma = nn.Parameter(torch.full((c.num_heads, 1), start))  # (nh, 1)
+        gamma = torch.full((c.num_heads, 1), self.gamma)  # (nh, 1), from one number
+        self.gamma = nn.Parameter(gamma)
 
     def forward(self, x):
         mh, v = self.heads(x)
@@ -163,7 +164,7 @@ class BeliefStar(Attention):
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# A class, for its own parameters or another mask, extends Attention, as the two above.
+# A class, for its own parameters, settings or mask, extends Attention, as the two above.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -193,7 +194,7 @@ class SETAdam(torch.optim.Optimizer):
         shrink = (sum v)^2 / (d sum v^2)            1 where all v are equal, 1/d where one dominates
         w = sqrt(shrink v / (1 - beta2^t) + eps)    smaller than Adam's, so steps are larger
         theta -= lr m / (1 - beta1^t) / (w - tau min w)          [choice] tau = 0.5
-    qkv is one tensor; three tensors for q, k and v would train differently.
+    shrink is a tensor's own: with three tensors in place of qkv, training would be another.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -212,8 +213,8 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                unit = v / v.max().clamp_min(1e-37)  # the same shrink; no square overflows
-                squares = unit.square().sum().clamp_min(1.0)  # at least 1 already, unless v = 0
+                unit = v / v.max().clamp_min(1e-37)  # the same shrink, and no square overflows
+                squares = unit.square().sum().clamp_min(1.0)  # 1 only matters where v = 0
                 shrink = unit.sum().square() / (v.numel() * squares)
                 w = (shrink * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
                 update = m / (w - group['tau'] * w.min())
@@ -226,7 +227,7 @@ class Config:
     A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set)."""
     # the papers' method
     attention: str = 'belief'      # a row of ATTENTION
-    gamma: float | None = None     # default: 3; zero_diag: 1; attentionx-v1: 1
+    gamma: float | None = None     # default: 1; with --no-zero-diag 3, but attentionx-v1 1
     zero_diag: bool = True         # no token attends to itself, with softmax too [AX2 Sec. 3.2]
     # model
     # shifted: patches also see shifted images, and attention learns a scale, arXiv 2112.13492
@@ -241,7 +242,7 @@ class Config:
     mlp_dim: int = 128             # hidden channels of the feed-forward network
     dropout: float = 0.0
     drop_path: float = 0.0         # chance to skip a branch of the last block; earlier blocks less
-    init: str = ''                 # weights to start from: a run's best.pt, or prepare_data.py's
+    init: str = ''                 # weights to start from: RUN/best.pt, or prepare_data.py's file
     # data
     data: str = 'builtin'          # a folder in data/, or builtin: drawn shapes
     val_fraction: float = 0.1      # of the training images, if the data have no val.npz
@@ -269,7 +270,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: PyTorch's choice
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue this command's last run, or start one
+    resume: bool = False           # continue the last run of just these flags, or start one
     out_dir: str = 'out'           # where runs are written
     # predict
     folder: str = ''               # a run's folder; default: the newest
@@ -293,7 +294,7 @@ VIT_SMALL = dict(embed_dim=512, depth=6, num_heads=8, mlp_dim=512, dropout=0.1)
 DEIT_SMALL = dict(model='deit', zero_diag=False, image_size=224, patch_size=16, embed_dim=384,
                   depth=12, num_heads=6, mlp_dim=1536)
 PRESETS = {
-    'tiny': {}, 'vit-small': VIT_SMALL,  # this line and the next only choose a model
+    'tiny': {}, 'vit-small': VIT_SMALL,  # these and the next two only choose a model
     'deit-small': DEIT_SMALL, 'deit-small-local': dict(DEIT_SMALL, model='deit-local'),
     't4': dict(VIT_SMALL, data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=256, grad_accum_steps=2, learning_rate=5e-4, warmup_iters=200,
@@ -415,7 +416,8 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.depth))
         self.norm = make_norm(c)
         self.head = nn.Linear(c.embed_dim, num_classes)
-        ours = r'(cls_token|pos_embed|\b(qkv|proj|proj_s|fc1|conv|fc2|head)\.(weight|bias))$'
+        ours = (r'^(cls_token|pos_embed|head|patch_embed\.proj|blocks\.\d+\.'
+                r'(attn\.(qkv|proj|proj_s)|mlp\.(fc1|conv|fc2)))(\.weight|\.bias)?$')
         for name, p in self.named_parameters():
             if re.search(ours, name):  # others, such as gamma or yours, keep the values they have
                 self.init_parameter(name, p)
@@ -644,8 +646,8 @@ def randaugment(image, which, sign, at_y, at_x, policy):
 def augment(x, chance, c, size, bits):
     """The path of a photo -> a random part of it (3, size, size); an image (3, H, W) -> the same,
     shifted by up to 4 pixels each way. c.randaugment changes it, c.flip mirrors half of all.
-    `chance`: random numbers from 0 to 1. The first four (two for an image) are for the place, the
-    next is to mirror, the last eight are for randaugment."""
+    `chance` are random numbers from 0 to 1: four for the place (two for an image), one to mirror,
+    and, at the end, eight for randaugment."""
     photo = isinstance(x, str)
     n = 4 if photo else 2
     place, mirror = chance[:n], chance[n]
@@ -697,8 +699,8 @@ def get_batch(data, c, step, micro_step, device):
         index.append(shuffled(c.seed, epoch, n)[place])
     size = c.image_size
     if c.first_size:  # two patches more every five epochs
-        epoch = step * per_step // n
-        size = min(size, c.first_size + 2 * c.patch_size * (epoch // 5))
+        now = step * per_step // n  # the epoch
+        size = min(size, c.first_size + 2 * c.patch_size * (now // 5))
     numbers = 13 if photos and c.randaugment != 'none' else 11  # for an image; not all are used
     chance = stream('chance', c.seed, step).random((c.grad_accum_steps, c.batch_size, numbers))
 
@@ -989,7 +991,7 @@ def load(path):
             return saved
     except Exception:  # torch.load raises many kinds
         pass
-    fail(f'{path} is missing, damaged, or of another program (prepare_data.py converts weights)')
+    fail(f'{path} is no checkpoint: it is missing, damaged, or to be converted by prepare_data.py')
 
 def load_run(c):
     """The best model of --folder, or of the newest run, and the meta of its data."""
@@ -1058,8 +1060,8 @@ def draw_curves(path, log, panels):
 def run_folder(c, preset, given):
     """-> c with the folder of its run, and with resume only if there is one to continue. `given`
     are the flags that were typed, {field: value}."""
-    if c.folder:
-        fail('--folder is for a run that is there; a new one goes to --out-dir, named by its flags')
+    if {'folder', 'images'} & given.keys():
+        fail(f'--folder and --images are for a run that is there: {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1069,6 +1071,8 @@ def run_folder(c, preset, given):
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
         return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
+    if c.resume:
+        print('note    no run of just these flags is there: a new one starts')
     folder, n = root / name, 1
     while folder.exists():
         n += 1
