@@ -2680,7 +2680,7 @@ def test_configs():
         assert all(f' {name}: ' in out for name in names), (script.SCRIPT, out)
         assert all(row in out for table in script.CHOICES.values() for row in table), out
         assert script.MACHINE <= {*names} and script.CHOICES.keys() <= {*names}, script.SCRIPT
-        _, c = script.parse(['--preset', 't4', '--max-iters', '7', '--grad_clip', '2'])
+        _, c = script.parse(['--preset', 't4', '--max-iters', '7', '--grad-clip', '2'])
         assert (c.max_iters, c.grad_clip) == (7, 2) and 't4,' in c.folder, c
     for preset in 'owt-124m', 'belief-124m':
         assert gpt.Config(**gpt.PRESETS[preset]).grad_accum_steps % 8 == 0, preset
@@ -2694,13 +2694,12 @@ def test_mistakes(tmp_path):
             (['--dtype', 'float8', 'bfloat16'], *flags, '--dtype', 'float8'),
             (['--max-iters', 'many'], *flags, '--max-iters', 'many'),
             (['--preset', 'T4', 't4'], *flags, '--preset', 'T4'),
-            *(([f'--device {name}'], *flags, '--device', name) for name in ('gpu', 'CPU', '0'))):
+            (['--gama'], '--gama', 3)):
         refuse(gpt, words, *mistake)
+    with patch('torch.cuda.is_available', lambda: False):
+        refuse(gpt, ['--device cuda'], *flags, '--device', 'cuda')
     with patch.object(gpt, 'WORLD', 4):
         refuse(gpt, ['4 processes', '--grad-accum-steps 6'], *flags, '--grad-accum-steps', 6)
-    with (patch.object(gpt, 'WORLD', 2), patch('torch.cuda.is_available', lambda: True),
-          patch('torch.distributed.init_process_group', gpt.fail)):  # its argument is the backend
-        refuse(gpt, ['error: gloo'], *flags, *CPU, '--grad-accum-steps', 2)
     for script, action, preset, data, *mistakes in (
             (gpt, 'sample', 'owt-124m', 'openwebtext', '--n-embd 18', '--vocab-size 100'),
             (vit, 'predict', 'cifar-paper', 'cifar10', '--patch-size 3', '--first-size 6',
@@ -3119,25 +3118,38 @@ def test_memory(tmp_path):
     assert len(kept) == 5 and float(kept['admm']) < float(kept['admm-vanilla']), end
 
 # ------------------------------------ README and other texts ------------------------------------
-SHARED = {  # functions that are the same text in these scripts
-    'fail read_meta pick_device mixed_precision save load resume_run write_log draw_curves '
-    'run_name find_folder parse main': SCRIPTS,
-    'train_step load_run train_and_report': [gpt, vit, detr],
+SHARED = {  # functions outside of `runs` that are the same text in these scripts
+    'fail read_meta': SCRIPTS, 'train_step load_run train_and_report main': [gpt, vit, detr],
     'orthogonal': [gpt, vit], 'get_tokenizer load_data windows': [gpt, mask],
     'stream shuffled': [vit, detr], 'open_photo': [vit, detr, prepare_data]}
 
 def source(script):
     return pathlib.Path(script.__file__).read_text('utf-8')
 
+def runs_section(script):
+    """The functions of a script's last section {name: text} that all scripts have, and in that
+    order. Its first comment names those that differ."""
+    text = re.split('# -+ runs -+', source(script))[1].partition('\nACTIONS = ')[0]
+    comment, *functions = re.split(r'(?m)^(?=def )', text)
+    own = re.search('the same in all four scripts, but for ([^.]+)', comment)[1]
+    named = {re.match(r'def (\w+)', function)[1]: function for function in functions}
+    return {name: body for name, body in named.items() if name not in re.findall(r'\w+', own)}
+
 def test_same_functions():
     """What has the same name and meaning has the same text. (If you have changed one script for
     yourself, it need not stay like the others.) Every equation that a docstring names is marked in
     the code, and the other way round."""
-    for names, scripts in SHARED.items():
-        for name, script in itertools.product(names.split(), scripts[1:]):
-            ours, first = [inspect.getsource(getattr(x, name)) for x in (script, scripts[0])]
-            for a, b in itertools.zip_longest(ours.splitlines(), first.splitlines()):
-                assert a == b, f'{name}: {script.__name__}.py has {a!r}, the first script {b!r}'
+    pairs = []
+    for script in SCRIPTS[1:]:
+        one, other = runs_section(gpt), runs_section(script)
+        assert [*one] == [*other] and len(one) > 8, (script.SCRIPT, [*one], [*other])
+        pairs += [(name, script, one[name], other[name]) for name in one]
+    for names, (first, *others) in SHARED.items():
+        pairs += [(name, script, *(inspect.getsource(getattr(x, name)) for x in (first, script)))
+                  for name, script in itertools.product(names.split(), others)]
+    for name, script, one, other in pairs:
+        for a, b in itertools.zip_longest(one.splitlines(), other.splitlines()):
+            assert a == b, f'{name}: {script.__name__}.py has {b!r}, the first script {a!r}'
     for script in SCRIPTS:
         for kind in 'Eq', 'Sec':
             tag = rf'\[(\w+) {kind}\. ([\d., ]+)\]'  # [OA Eq. 2, 4]
@@ -3171,20 +3183,20 @@ def test_commands_in_the_texts():
         seen.append(name)
     assert {*programs} <= {*seen} and len(seen) > 30, seen
 
-def test_pasted_into_a_notebook(tmp_path):
-    """A pasted script only defines things. torchrun's variables may be left behind."""
+def test_what_others_left_behind(tmp_path):
+    """torchrun's variables without torchrun; another cell's default dtype."""
     left = dict(WORLD_SIZE='2'), dict(WORLD_SIZE='', RANK=''), dict(WORLD_SIZE='1', RANK='3')
-    for script, variables in itertools.product(SCRIPTS, left):
-        module = types.ModuleType('__main__')
-        with patch.dict(sys.modules, __main__=module), patch.dict(os.environ, variables):
-            exec(source(script), module.__dict__)
-        assert (module.WORLD, module.RANK) == (1, 0), (script.SCRIPT, variables)
-        if variables == left[0]:
-            module.linear_accuracy = lambda data: 0.5
-            assert done(module, *short_run(script, tmp_path, '--max-iters', 2))['step'] == 2
-    with patch.object(sys, 'argv', ['/a/colab_kernel_launcher.py', '-f', '/root/kernel.json']), \
-            patch.object(gpt, 'parse', side_effect=lambda argv: sys.exit(f'argv {argv}')):
-        raises(SystemExit, r'argv \[\]', gpt.main)
+    for script, variables in itertools.product((gpt, vit, detr), left):
+        with patch.dict(os.environ, variables):
+            module = runpy.run_path(script.__file__)
+        assert (module['WORLD'], module['RANK']) == (1, 0), (script.SCRIPT, variables)
+    for script in SCRIPTS:
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert done(script, *short_run(script, tmp_path, '--max-iters', 0))['step'] == 0
+            assert torch.get_default_dtype() == torch.float32, script.SCRIPT
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 @loopback()
 @wants('nbclient', 'ipykernel', 'matplotlib')
