@@ -318,7 +318,7 @@ def choose(script, rows, field):
     group, by the seeds that all of the group have."""
     metric, better = METRIC[script.SCRIPT]
     rows = [row for row in rows if row['role'] == 'choosing'] or rows
-    if not all(field in row for row in rows):
+    if field == 'seed' or not all(field in row for row in rows):
         fail(f'--tune {field}: these rows have no such setting')
     groups, lines, chosen = {}, {}, set()
     for row in rows:
@@ -574,8 +574,9 @@ def rows_in(script, paths):
     """The rows of csv files."""
     rows = [dict(row, folder=beside(path, '.runs') / script.SCRIPT)
             for path in paths for row in read_rows(path, script)]
-    own = {'case', 'role', 'seed', fields(script.Config)[0].name}
-    if not rows or not all(own <= row.keys() for row in rows):
+    own, figure = {'case', 'role', 'seed', fields(script.Config)[0].name}, METRIC[script.SCRIPT][0]
+    if not rows or not all(own <= row.keys() and (row['role'] != 'judging' or figure in row)
+                           for row in rows):
         fail(f'--from-csv {" ".join(map(str, paths))}: not all lines are runs of '
              f'{script.SCRIPT}.py, separated by commas')
     return rows
