@@ -2825,6 +2825,7 @@ def test_compare_mistakes(tmp_path):
                 (['no such Python file'], '--with', tmp_path / 'none.py'),
                 (['--metric x'], *read, '--metric', 'x'), (['two rows'], *read, file),
                 (['--metric case'], *read, '--metric', 'case'),
+                (['--tune seed'], *read, '--tune', 'seed'),
                 (['--against x'], *read, '--against', 'x'),
                 (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv'),
                 (['another version', 'name another'], '--csv', record / 'gpt-common.csv')):
