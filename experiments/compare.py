@@ -238,7 +238,8 @@ def quietly(name, o, work, *args):
 def run_of(script, words, seed, o):
     """The Config of a run in NAME.runs, which goes on if it is there."""
     seeds = [] if seed is None else [f'--seed={seed}']
-    return script.parse([*words, *seeds, f'--out-dir={o.runs}', '--resume'])[1]
+    with contextlib.redirect_stdout(o.printed):  # that it is new is no news here
+        return script.parse([*words, *seeds, f'--out-dir={o.runs}', '--resume'])[1]
 
 def add_teachers(script, cases, o):
     """The cases with --init. Those of mask_distill.py without it share a teacher, which is trained
