@@ -6,7 +6,7 @@
 
 A mask says which tokens a token sees. A report (MA: Optimizing Attention Mechanisms in Transformer
 Models; no author named) gives every layer of GPT-2 a weighted sum of masks. Their coefficients c_k
-and the attention layers are trained until this student predicts what its teacher, GPT-2, predicts.
+and the attention layers are trained so that this student predicts as its teacher, GPT-2, does.
 
 [choice] marks where MA is silent, [deviation] where we differ on purpose. MA does not number its
 sections; we count them.
@@ -15,6 +15,7 @@ sections; we count them.
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)             mixture
     [MA Sec. 2.1]  KL(P_base || P_custom): training makes it small           token_kl
     [MA Sec. 2.5]  an L1 penalty: the sum of all c_k                         loss_of
+    [MA Sec. 2.5]  evaluation without fine-tuning: of the masks alone        print_criteria
     [MA Sec. 2.4]  four goals: accuracy, attention matrices, gradients, KL   CRITERIA, measure
     [MA Sec. 2.4]  the fifth goal: memory                                    experiments/memory.py
     [MA Sec. 3]    figures: the c_k of each layer during training            draw_layers
@@ -32,9 +33,9 @@ all c_k at no cost in KL, and every alpha keeps falling, as MA observed.
     python mask_distill.py --preset report004 --resume  # the same command continues it
     python mask_distill.py --help                       # every setting
 
-The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text it
-has 0.999 times its teacher's accuracy, and the cosine of their gradients is 0.984: both goals are
-met. Its KL of 0.0105 and its attention matrices miss theirs. (One seed; the text is Python 3.11's.)
+The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text,
+two of four goals are met: accuracy (0.999 times the teacher's) and gradients (cosine 0.984). Two
+are missed: KL (0.0105, goal 0.001) and attention matrices. (One seed; the text is Python 3.11's.)
 """
 import argparse
 import copy
@@ -68,17 +69,17 @@ def fail(message):
 
 # ------------------------------------ MA's method ------------------------------------
 # A kind of mask, kind:N in --masks, has two functions. The first says whether token i sees token j;
-# masks_at adds j <= i. The second gives its reach (last, first): it shows none but the last `last`
-# and the first `first` tokens. None: it may show any, and is not for blocked_attention.
+# masks_at adds j <= i. The second gives its reach (a, b): the mask shows at most the last a and the
+# first b tokens, so blocked_attention computes only those. None in its place: it may show any.
 KINDS = {
-    'all': (lambda i, j, n: j <= i, None),                         # every token, whatever N is
+    'all': (lambda i, j, n: j <= i, None),  # whatever N is. A plain True would be no tensor
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N, if not yet shown
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # the same, but see masks_at
     # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
 }
-NAMED = {
+NAMED = {  # [choice] MA's "last token" is the token itself: offset:0
     'all': 'all:1',
     'last5': 'offset:0+offset:1+offset:2+offset:3+offset:4',  # MA's five masks
     'windows': 'window:5+window:10+first:5',                  # its earlier three
@@ -131,18 +132,18 @@ def masks_at(masks, i, j):
     kinds = parse_masks(masks)
     causal = (0 <= j) & (j <= i)  # in blocked_attention, j < 0 is no token
     M = [KINDS[kind][0](i, j, n) & causal for kind, n in kinds]
-    shown = torch.zeros_like(causal)  # by masks other than sinks
+    shown = torch.zeros_like(causal)  # by any kind but sinks
     for m, (kind, _) in zip(M, kinds):
         if kind != 'sinks':
             shown = shown | m
-    # sinks show only what is not yet shown, so that no token counts twice
+    # sinks leave out what other kinds show, so that it counts once. All other masks may overlap
     return [m & ~shown if kind == 'sinks' else m for m, (kind, _) in zip(M, kinds)]
 
 def log_coefficients(alpha):
     """alpha (K,) -> log c_k (K,), where c_k = sigmoid(alpha_k).  [MA Sec. 3]
-    L1 can make c_k too small for a float, but not its logarithm.
-    [choice] A mask is closed, -inf, while its c_k is below a thousandth of the largest. Its alpha
-    then has no gradient of the KL, so it opens only when the largest c_k falls far enough."""
+    With L1, c_k can become 0 in float32, so we keep log c_k.
+    [choice] If c_k is less than 1/1000 of the largest c, the mask is closed: log c_k = -inf. Then
+    the KL has no gradient for its alpha. It opens again if the largest c falls to 1000 c_k."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -155,13 +156,14 @@ def mixture(coefficients, M, i, j):
     return torch.where(sees_some, W, itself)
 
 def log_mixture(log_c, M, i, j):
-    """log W, where the largest c_k is made 1: softmax stays equal, and no small c_k becomes 0."""
+    """log W, but all c_k are divided by the largest: softmax stays the same, and W is not all 0."""
     W = mixture((log_c - log_c.max()).exp(), M, i, j)
     log_W = W.clamp_min(torch.finfo(W.dtype).tiny).log()  # log 0 would have the gradient nan
     return log_W.masked_fill(W == 0, -math.inf)
 
-# A reading: scores S (..., Tq, T), log c (K,), masks_at's M and the positions i of queries and j of
-# keys -> attention weights (..., Tq, T). For one of your own add a row to READINGS.
+# A reading is a function of scores S (..., Tq, T), log c (K,), masks_at's M, and the positions i of
+# queries and j of keys. It gives attention weights (..., Tq, T): 0 where no M shows a token. S has
+# scores of tokens j > i, too: they must not matter. For one of your own add a row to READINGS.
 def renormalised(S, log_c, M, i, j):
     """softmax(S + log W): rows add up to 1. [choice] This is the default."""
     return F.softmax(S + log_mixture(log_c, M, i, j), -1)
@@ -177,7 +179,7 @@ def separate(S, log_c, M, i, j):
     return mixture(log_c.exp(), P, i, j)  # sum_k c_k P_k
 
 READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
-IN_BLOCKS = {'renormalised', 'separate'}  # they need only the scores of tokens that W shows
+IN_BLOCKS = {'renormalised', 'separate'}  # add yours if it needs no score of a hidden token
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (..., Tq, hs), k (..., T, hs) -> attention weights (..., Tq, T). log_c (K,): by default all
@@ -209,8 +211,8 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     b = min(b, T)
     n = math.ceil(T / b)  # number of blocks
     padding = n * b - T  # after the last token
-    # Positions, a row for each block. j < 0 is no token: it is before the text, or it is a first
-    # token that is also a near one, and counts once.
+    # Positions, a row for each block. masks_at hides j < 0: a near key before the text, or a first
+    # token that is near as well and must not count twice.
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
@@ -219,9 +221,9 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
 
     def blocks_of(t):  # keys or values (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
         padded = F.pad(t, (0, 0, window - 1, padding))
-        near = padded.unfold(2, b + window - 1, b)  # (B, nh, n, hs, b + window - 1)
+        near = padded.unfold(2, b + window - 1, b).mT  # pieces of axis 2; unfold moves it last
         firsts = t[:, :, None, :first].expand(-1, -1, n, -1, -1)  # the same for every block
-        return torch.cat([near.mT, firsts], 3)
+        return torch.cat([near, firsts], 3)
 
     queries = F.pad(q, (0, 0, 0, padding)).view(B, nh, n, b, hs)
     p = attention_weights(queries, blocks_of(k), masks, log_c, reading, i, j)
@@ -261,11 +263,12 @@ def kept_pairs(masks, alphas, T):
 @dataclass
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
-    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set)."""
+    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set). It
+    reaches teacher and student, unless you name it in STUDENT."""
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
-    learn: Literal['attention', 'alphas'] = 'attention'  # attention layers and alphas, or alphas
+    learn: Literal['attention', 'alphas'] = 'attention'  # train alphas with attention, or alone
     l1: float = 0.0                # weight of MA's penalty on coefficients
     samples: int = 0               # sequences to distil on, drawn with replacement; 0: all the text
     max_iters: int = 150           # optimiser steps
@@ -273,11 +276,11 @@ class Config:
     learning_rate: float = 5e-4    # of attention layers
     warmup_iters: int = 20         # steps until the rates are at their peaks
     init: str = ''                 # teacher's file, of a run or of prepare_data.py; '': train one
-    # the teacher, without --init
+    # the teacher, without --init: train_teacher makes teacher_iters its run's max_iters, and so on
     teacher_iters: int = 600       # optimiser steps
     teacher_lr: float = 2e-3       # learning rate at its peak
     teacher_warmup: int = 100      # steps until it is there
-    n_layer: int = 3               # with --init, sizes are the file's
+    n_layer: int = 3               # with --init, these sizes are the file's
     n_head: int = 4
     n_embd: int = 128
     vocab_size: int = 0            # 0: that of the data
@@ -310,6 +313,8 @@ class Config:
     def __post_init__(self):
         if self.masks:  # a teacher has ''
             check_masks(self.masks)
+        if self.masks and self.reading not in READINGS:
+            fail(f'--reading {self.reading} is none of {", ".join(READINGS)}')
         if not self.init and self.n_embd % self.n_head:
             fail(f'--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}')
         if min(self.max_iters, self.seed) < 0 or min(self.batch_size, self.block_size) < 1:
@@ -319,10 +324,10 @@ CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
 MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'new_tokens', 'temperature'}
-TEACHER = {  # settings that a teacher depends on: they name its run
-    'teacher_iters', 'teacher_lr', 'teacher_warmup', 'n_layer', 'n_head', 'n_embd', 'vocab_size',
-    'weight_decay', 'data', 'block_size', 'seed', 'batch_size', 'grad_accum_steps', 'min_lr_ratio',
-    'grad_clip', 'eval_interval', 'eval_rows', 'dtype'}
+STUDENT = {  # settings that do not reach a teacher: students that differ in these alone share one
+    'masks', 'reading', 'learn', 'l1', 'samples', 'max_iters', 'alpha_lr', 'learning_rate',
+    'warmup_iters', 'init'}
+SIZES = ['n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size']  # a student's are its teacher's
 
 PRESETS = {
     'tiny': {},  # [choice] Config's masks, and no L1
@@ -516,8 +521,8 @@ def make_teacher(c, meta):
     return GPT2(replace(c, masks='', vocab_size=c.vocab_size or meta['vocab_size']))
 
 def make_student(teacher, c):
-    """A copy of the teacher, with masks. --learn says what trains in it."""
-    model = GPT2(replace(teacher.config, masks=c.masks, reading=c.reading))
+    """A copy of the teacher, with c's masks. --learn says what trains in it."""
+    model = GPT2(replace(c, **{name: getattr(teacher.config, name) for name in SIZES}))
     model.to(teacher.wte.weight)  # its device and dtype
     model.load_state_dict(teacher.state_dict(), strict=False)  # which has no alphas
     part = '.attn.' if c.learn == 'attention' else '.alpha'
@@ -533,11 +538,11 @@ def load_pair(path, device='cpu'):
     """A file -> teacher, student (None in a teacher's file) and all that is in the file."""
     saved, student = load(path), None
     try:
-        config = known(saved['config'])
-        teacher = GPT2(replace(config, masks=''))
-        teacher.load_state_dict(saved.get('teacher', saved['model']))  # it may be the model itself
+        config = saved.get('teacher_config', saved['config'])
+        teacher = GPT2(replace(known(config), masks=''))
+        teacher.load_state_dict(saved.get('teacher', saved['model']))  # model: in a teacher's file
         if 'teacher' in saved:
-            student = GPT2(config).to(device).eval()
+            student = GPT2(known(saved['config'])).to(device).eval()
             student.load_state_dict(saved['model'])
     except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
         fail(f'{path} is of another script, or {SCRIPT}.py has changed too much: '
@@ -545,18 +550,18 @@ def load_pair(path, device='cpu'):
     return teacher.to(device).eval(), student, saved
 
 def train_teacher(c):
-    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. What it
-    depends on names its run: settings, data and this file's text. So a command finds its teacher,
-    and an edited script trains another (or takes the old one's best.pt with --init). Two commands
-    that run at once need one that is there."""
+    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. Its
+    run's name has its settings, and a checksum of the data and of this file's text. So a command
+    finds its teacher, and an edited script trains another (--init takes the old one's best.pt).
+    Before two commands at once, train their teacher alone."""
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
-    own = {name: getattr(c, name) for name in TEACHER}
-    given = {name: x for name, x in own.items() if x != getattr(Config, name)}
+    given = {name: x for name, x in asdict(c).items()
+             if name not in STUDENT and x != getattr(Config, name)}
     given.update(checksum=load_data(c).meta['checksum'], code=CODE)
-    own.update({name: getattr(c, name) for name in MACHINE})
-    own.update(masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
+    unused = {name: getattr(Config, name) for name in STUDENT}
+    own = dict(unused, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
                warmup_iters=c.teacher_warmup, folder='', resume=True)
-    return train_and_report(run_folder(Config(**own), 'teacher', given))
+    return train_and_report(run_folder(replace(c, **own), 'teacher', given))
 
 def find_teacher(c, data):
     """The teacher of c's student: from its checkpoint, from --init or from a teacher's run, which
@@ -568,12 +573,11 @@ def find_teacher(c, data):
     else:
         file = train_teacher(c)['folder'] / 'best.pt'
     teacher, _, _ = load_pair(file)
-    sizes = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd)
-    asked = {name: size for name, size in sizes.items() if size != getattr(Config, name)}
-    asked['vocab_size'] = c.vocab_size or data.meta['vocab_size']
-    for name, size in asked.items():
+    sizes = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                 vocab_size=c.vocab_size or data.meta['vocab_size'])
+    for name, size in sizes.items():  # a default counts as not typed: then the file's size is taken
         found = getattr(teacher.config, name)
-        if found != size:
+        if size not in (found, getattr(Config, name)):
             fail(f'{file} has {name} {found}, not {size}')
     if c.block_size > teacher.config.block_size:
         fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
@@ -598,7 +602,7 @@ def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run."""
     n = len(data.train) - c.block_size  # places where a sequence fits
     size = c.grad_accum_steps, c.batch_size
-    # the 1 at the end of both seeds says nothing: it repeats the runs in experiments/results.md
+    # the last 1 of both seeds means nothing; the runs in experiments/results.md were made with it
     rng = np.random.default_rng([zlib.crc32(b'batch'), c.seed, step, 1])
     drawn = rng.integers(c.samples or n, size=size)[micro_step]
     if c.samples:  # drawn are indices of samples, whose starts are always the same
@@ -631,7 +635,7 @@ def validation(data, c, device):
 def evaluate(model, teacher, data, c, device):
     """Loss on the validation sequences, without L1. Of a student also the share of pairs that it
     keeps, and every coefficient: 0.window:32 is that of the mask window:32 in layer 0."""
-    c = replace(c, l1=0.0)
+    c = replace(c, l1=0.0)  # for loss_of
     total = rows = 0
     for x, y in validation(data, c, device):
         total += loss_of(model, teacher, (x, y), c).item() * len(x)
@@ -644,7 +648,7 @@ def evaluate(model, teacher, data, c, device):
                 metrics[f'{layer}.{kind}:{n}'] = c_k
     return metrics
 
-CRITERIA = {  # MA's goals for a student  [MA Sec. 2.4]
+CRITERIA = {  # MA's goals for a student. The figure of a new row goes into measure  [MA Sec. 2.4]
     'accuracy': ('>=', 0.95),  # of the next token, divided by the teacher's
     'cosine': ('>=', 0.95),    # of gradients for c_attn and c_proj; [choice] of the cross-entropy
     'mse': ('<=', 1e-4),       # mean (P - P')^2 over layers, heads and pairs; [choice] those j <= i
@@ -750,7 +754,7 @@ def train(c, folder=None, data=None, teacher=None):
             if losses:
                 row['loss'] = sum(losses) / len(losses)
             model.eval()
-            # in float32: in bfloat16 a student that equals its teacher has a KL of 3.7e-4
+            # without autocast: in bfloat16 the KL of two equal models is 3.7e-4, not 0
             row.update(evaluate(model, teacher, data, c, device))
             if teacher and step >= c.max_iters:
                 row.update(measure(model, teacher, validation(data, c, device)))
@@ -763,7 +767,7 @@ def train(c, folder=None, data=None, teacher=None):
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
                            code=CODE)
             if teacher:  # a student needs no other file
-                weights['teacher'] = teacher.state_dict()
+                weights.update(teacher=teacher.state_dict(), teacher_config=asdict(teacher.config))
             if row['val_loss'] == min(past['val_loss'] for past in log):
                 save(folder, 'best.pt', weights)
             write_log(folder, log)
@@ -812,8 +816,8 @@ def report(c, model, log, folder, data):
           f'        python {SCRIPT}.py sample --folder "{folder}" --prompt TEXT')
 
 def print_criteria(c, model, teacher, data, trained=None):
-    """Print MA's goals beside the figures of the masks alone and of the trained student, on
-    c.eval_rows sequences -> the student's. They are measured unless `trained` is given."""
+    """Print MA's goals beside the figures of the masks alone [MA Sec. 2.5] and of the trained
+    student, on c.eval_rows sequences -> the student's. `trained`: its log's last row has these."""
     batches = [*validation(data, c, teacher.wte.weight.device)]
     trained = trained or measure(model, teacher, batches)
     alone = measure(make_student(teacher, c).eval(), teacher, batches)
@@ -836,16 +840,16 @@ def draw_layers(path, log, n_layer, masks):
     """MA's figures: each mask's coefficient during training, a line for each layer."""
     from matplotlib import colormaps, figure
     kinds, steps = parse_masks(masks), [row['step'] for row in log]
-    picture = figure.Figure(figsize=(5 * len(kinds), 4), layout='tight')
+    page = figure.Figure(figsize=(5 * len(kinds), 4), layout='tight')
     for k, (kind, n) in enumerate(kinds, 1):
-        axis = picture.add_subplot(1, len(kinds), k, xlabel='step',
-                                   title=f'coefficient of the mask {kind}:{n}')
+        axis = page.add_subplot(1, len(kinds), k, xlabel='step',
+                                title=f'coefficient of the mask {kind}:{n}')
         for layer in range(n_layer):
             axis.plot(steps, [row[f'{layer}.{kind}:{n}'] for row in log], '.-',
                       color=colormaps['viridis'](layer / n_layer), label=f'layer {layer}')
         axis.grid(alpha=0.3)
     axis.legend()
-    picture.savefig(path)
+    page.savefig(path)
 
 def write_on(c, teacher, student, tokenizer):
     """How the teacher and, if any, the student continue --prompt from the same seed, as text."""
@@ -872,8 +876,11 @@ def criteria(c):
     if student is None:
         fail('that run is a teacher: name a student\'s --folder')
     c = replace(known(saved['settings']), eval_rows=c.judge_rows)  # that run's settings
+    data = load_data(c)
+    if data.meta['checksum'] != saved['data']['checksum']:
+        print('note    that run was trained on other data')
     print(f'judging on {c.eval_rows or "all"} validation sequences (--judge-rows)', flush=True)
-    return print_criteria(c, student, teacher, load_data(c))
+    return print_criteria(c, student, teacher, data)
 
 # ------------------------------------ runs ------------------------------------
 # This section is the same in all four scripts, but for load_run, train_and_report and main. A run
@@ -1042,6 +1049,8 @@ def main(argv=()):
     torch.set_default_device(None)
     try:
         action, c = parse(argv)
+        if action == 'train' and not c.masks:
+            fail("--masks '': a student needs one, such as all (`teacher` trains a GPT-2 alone)")
         if c.threads:
             torch.set_num_threads(c.threads)
         return ACTIONS[action](c)

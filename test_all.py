@@ -1019,7 +1019,13 @@ def test_mask_kinds_of_your_own(tmp_path):
             refuse(mask, words, *flags, '--masks', masks)
         raises(RuntimeError, 'ZeroDivision', run, mask, *flags, '--masks', 'stride:0')
         assert not [*tmp_path.glob('out/*')]
-        assert done(mask, *flags, '--masks', 'stride:3+window:2')['step'] == 6
+        end = done(mask, *flags, '--masks', 'stride:3+window:2')
+        assert end['step'] == 6
+        with patch.dict(mask.READINGS, mine=mask.separate):
+            mine = done(mask, *flags, '--reading', 'mine')['folder']
+    for folder, word in (end['folder'], "'stride:3'"), (mine, '--reading mine'):  # gone since
+        refuse(mask, [word], 'sample', '--folder', folder)
+    refuse(mask, ["--masks ''"], *flags, '--masks', '')
     assert mask.parse_masks('all') == [('all', 1)]
     model = mask.SelfAttention(mask_config(masks='window:40+sinks:2')).double().to(DEVICE)
     for T in 12, 600:
@@ -1674,6 +1680,20 @@ def test_mask_init_files(tmp_path):
         write(**more)
         refuse(mask, [word], *flags, door)
     assert {*tmp_path.glob('out/*/*')} == before
+
+def test_mask_field_of_your_own(tmp_path):
+    """It reaches teacher and student, and a student's file keeps the settings of both."""
+    @dataclasses.dataclass
+    class Config(mask.Config):
+        sharpness: float = 1.0
+    flags = tiny(mask, tmp_path, '--max-iters', 0)
+    with patch.object(mask, 'Config', Config):
+        own = done(mask, *flags, '--sharpness', 2)['folder']
+        other = done(mask, *flags, '--sharpness', 3, '--init', own / 'best.pt')['folder']
+        for folder, settings in (own, [2, 2]), (other, [2, 3]):
+            pair = mask.load_pair(folder / 'ckpt.pt')[:2]
+            assert [net.config.sharpness for net in pair] == settings, (folder, settings)
+    assert len([*tmp_path.glob('out/*/teacher*')]) == 1  # --init trains none
 
 # ------------------------------------ the training loop ------------------------------------
 # Flags of a run of six steps; its validation figure at first, its last training loss, its
