@@ -34,8 +34,8 @@ as printed, it diverges.
 
 The first command ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12
 seeds its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x
-is zero, from x >= 0 alone: it is half with lambda = 0, too. And x rebuilds only a little of q:
-|q - x^T K| is still 0.9 |q|.
+is zero. That comes from x >= 0, not from lambda: with lambda = 0 it is half, too. And x rebuilds
+only a little of q: |q - x^T K| is still 0.9 |q|.
 
 [deviation] By default the problem is easier than OA's: x rebuilds q from the keys (they hold
 positions), not from the values; there is a ridge term; x >= 0; tokens are centred; and x^3 replaces
@@ -80,7 +80,8 @@ def fail(message):
 
 # ------------------------------------ the paper's method ------------------------------------
 # A query q gets coefficients x, one for each token, and outputs x^T V. Shapes: q (B, nh, Q, hs);
-# k, v (B, nh, N, hs); x (B, nh, Q, N). is_self: self-attention, where tokens are queries, too.
+# k, v (B, nh, N, hs); x (B, nh, Q, N), of B images, nh heads, Q queries, N tokens, and hs channels
+# in a head. is_self: self-attention, where token i is query i.
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
     [choice] There is no output projection, either."""
@@ -116,7 +117,8 @@ class MultiheadAttention(Attention):
     def __init__(self, c, is_self=False):
         super().__init__(c, is_self)
         C = c.hidden_dim
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * C, C))  # W_q, W_k, W_v
+        # W_q, W_k, W_v. DETR gives them values, by their name; give yours some here
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * C, C))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * C))
         self.out_proj = nn.Linear(C, C)
 
@@ -152,8 +154,8 @@ class Reconstruction(Attention):
 
     def tokens_to_solve_over(self, k, v, padding):
         """(B, nh, N + n, hs): keys or values, less their mean, then n random tokens.
-        [deviation] In OA's Fig. 1 padding has weight; here its tokens are zero, and so is its x. In
-        OA's self-attention q is a row of V; DETR's values lack the positions that q has."""
+        [deviation] OA rebuilds q from values. But in DETR q holds positions, which keys have, too,
+        and values have not. In OA's Fig. 1 padding has weight; here its tokens and x are zero."""
         tokens = k if self.config.rebuild_from == 'keys' else v
         if padding is None:
             padding = torch.zeros(len(k), k.size(2), dtype=torch.bool, device=k.device)
@@ -168,9 +170,9 @@ def add_random(tokens, random):
     """tokens (B, nh, N, hs), random (n, hs) -> (B, nh, N + n, hs).  [OA Sec. 3]"""
     return torch.cat([tokens, random.expand(*tokens.shape[:2], -1, -1)], dim=2)
 
-# A penalty doubles when x does. Its row is (prox, size):
+# A penalty must double when x does, as a norm does: lasso relies on it. Its row is (prox, size):
 #     prox(a, t) is the z that minimises t penalty(z) + ||z - a||^2 / 2
-#     size(q K^T): if none of its entries is above lambda / 2, the best x is 0
+#     size(q K^T) >= 0: the smallest lambda for which x is 0 is twice its largest entry
 PENALTY = {
     'l1': (lambda a, t: F.relu(a - t) - F.relu(-a - t), torch.abs),  # ||x||_1  [OA Eq. 2]
     'positive': (lambda a, t: F.relu(a - t), F.relu),                # the same, and x >= 0
@@ -185,7 +187,7 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     Gradients flow through lambda, rho and e, too.
     [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA sets x_ii
     to 0 and clamps x after (3a); then ADMM need not converge. Here both are done to z, in (3b). Our
-    steps are over-relaxed: 4 do for 8 plain ones. We return z, not x: its zeros are exact.
+    steps are over-relaxed: 4 come as close as 8 plain ones. We return z: its zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
@@ -205,11 +207,11 @@ def lasso(q, k, c, is_self=False, vanilla=False):
         if vanilla:
             x = (products + rho * w) @ inverse  # [OA Eq. 3]
         else:
-            x = w + (q - w @ k) @ P  # the same: P rebuilds what w leaves of q
+            x = w + (q - w @ k) @ P  # the same: x - w rebuilds what w has not, q - w K
         relaxed = 1.6 * x - 0.6 * z  # 1.6 times the way from z to x; in plain ADMM it is x
         # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - a||^2
         a = relaxed + u
-        z = prox(without_self(a, is_self), t) / (1 + e / rho)
+        z = prox(without_self(a, is_self), t) / (1 + e / rho)  # e only shrinks it
         if c.clamp:
             z = z.clamp(-c.clamp, c.clamp)
         u = a - z  # (3c): u + relaxed - z
@@ -228,8 +230,8 @@ def mean_eigenvalue(k):
 def ridge_matrix(k, shift):
     """P = (K^T K + shift I)^-1 K^T  (B, nh, hs, N). x = q P minimises ||q - x^T K||^2 + shift times
     ||x||^2. P equals K^T (K K^T + shift I)^-1, but needs no N x N matrix.  [OA Eq. 4]
-    [deviation] OA's (4) has roots of the eigenvalues, drops the directions in which K K^T is zero,
-    and adds random noise to K^T K. Cholesky needs no noise."""
+    [deviation] OA's (4) has roots of the eigenvalues, leaves out eigenvectors whose eigenvalue is
+    0, and adds random noise to K^T K. Cholesky needs no noise."""
     eye = torch.eye(k.size(-1), dtype=k.dtype, device=k.device)
     factor, _ = torch.linalg.cholesky_ex(k.mT @ k + shift * eye)  # _ex does not wait for the GPU
     return torch.cholesky_solve(k.mT, factor)
@@ -242,9 +244,9 @@ def vanilla_inverse(k, shift):
 def l2(q, k, c, is_self=False):
     """argmin_x ||q - x^T K||^2 + e ||x||^2 -> x  [OA Eq. 1]
     [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
-    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # a smaller one is lost in rounding
+    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # below 1e-5, e is lost in rounding
     x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # a pull at x_ii moves all of x_i along row i of the inverse: pull until x_ii is 0
+    if is_self:  # with x_ii = 0 (Lagrange): x_i plus a multiple of row i of the inverse
         rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
         pull = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
         x = without_self(x + pull.unsqueeze(-1) * rows, is_self)
@@ -260,9 +262,10 @@ def sharpen(x, power):
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)
 
 # To try your own problem, write a function like l2, and add a row like l2's. Run it with
-# --cross-attention NAME. In `k`, padded tokens are zero (tokens_to_solve_over sees to it); your x
-# of them must be zero, too. Random tokens come last. x is sharpened afterwards. A row makes a
-# layer: row(c, is_self).
+# --cross-attention NAME. Its k are keys or values, as --rebuild-from says, centred if --centre;
+# padded tokens are zero in it, and your x of them must be zero, too; random tokens come last. x is
+# sharpened afterwards, unless --power 0. A row makes a layer, row(c, is_self). A class extends
+# Attention; if it has another `mix`, it needs its `coefficients`, too, which pictures show.
 vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
     'softmax': MultiheadAttention,                                           # [OA Sec. 2]
@@ -510,7 +513,7 @@ class DETR(nn.Module):
         self.backbone = nn.ModuleList([nn.ModuleDict(dict(body=body))])
         ours = r'backbone|input_proj|(class|bbox|query)_embed|linear[12]|in_proj_weight|out_proj'
         for name, p in self.named_parameters():
-            if re.search(ours, name):  # others, such as yours, keep the values they were made with
+            if re.search(ours, name):  # others, such as yours, keep the values they have
                 self.init_parameter(name, p)
 
     @torch.no_grad()
@@ -518,7 +521,7 @@ class DETR(nn.Module):
         """Initialise p by seed and name alone: layers that variants share start equal."""
         generator = torch.Generator().manual_seed(zlib.crc32(f'{self.config.seed} {name}'.encode()))
         layer, _, kind = name.rpartition('.')  # kind: weight, bias or in_proj_weight
-        weight = self.get_parameter(f'{layer}.weight') if kind == 'bias' else p
+        weight = self.get_parameter(f'{layer}.weight') if kind == 'bias' else p  # of the same layer
         fan_out, fan_in = len(weight), weight[0].numel()
         bound = fan_in ** -0.5  # PyTorch's default
         if name.startswith('transformer') and kind != 'bias':
@@ -573,7 +576,7 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def stream(name, *numbers):
-    """Random numbers for one purpose. To NumPy, [7] and [7, 0] are the same seed: hence the 1."""
+    """Random numbers for one purpose. Seeds [7] and [7, 0] are one to NumPy: hence the 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y) of its box, 0 to 1, a shape covers. It must touch all four sides of the box.
@@ -643,8 +646,8 @@ def overlap(a, b):
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless its stored (width, height) is `size`, that of boxes drawn on it. Transparent pixels
-    are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
+    unless its stored (width, height) is `size`, for which boxes were drawn. Transparent pixels are
+    white. Greys of more than 8 bits are scaled by `bits`, the most bits in the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
@@ -756,7 +759,7 @@ def set_loss(outputs, targets, c):
     [deviation] Each micro-batch's loss is divided by its own objects and class weights, so 2 x 16
     images give another loss than 8 x 4. DETR has no micro-batches, and counts the objects of all
     processes."""
-    outs = [outputs, *outputs['aux_outputs']]  # of L layers: the last, then the first, second, ...
+    outs = [outputs, *outputs['aux_outputs']]  # of L layers; index 0 is the last layer's
     logits = torch.stack([out['pred_logits'] for out in outs])  # (L, B, Q, classes + 1)
     boxes = torch.stack([out['pred_boxes'] for out in outs])  # (L, B, Q, 4)
     labels = torch.cat([target['labels'] for target in targets]).to(logits.device)  # (T,)
@@ -782,7 +785,7 @@ def set_loss(outputs, targets, c):
 
     loss = (loss_ce.sum() / total_weight + c.bbox_loss_coef * (loss_bbox.sum() / num_boxes)
             + c.giou_loss_coef * (loss_giou.sum() / num_boxes))
-    is_last = layer == 0  # with which outs begins
+    is_last = layer == 0
     return dict(loss=loss, loss_ce=loss_ce[0].sum() / total_weight,
                 loss_bbox=(loss_bbox.sum(-1) * is_last).sum() / num_boxes,
                 loss_giou=(loss_giou * is_last).sum() / num_boxes,
@@ -918,7 +921,7 @@ def average_precision(right, wanted):
 def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = DETR(c, len(meta['classes']))
-    if c.init and not c.resume:  # a run that goes on has weights of its own
+    if c.init and not c.resume:  # a resumed run has weights of its own
         load_weights(model, c.init)
     return model
 
@@ -926,7 +929,7 @@ def load_weights(model, path):
     """Load a checkpoint into a model, or a backbone alone. Projections of attention, classes and
     queries are left out where they do not fit; all else in the file must fit."""
     saved, own, nheads = load(path), model.state_dict(), model.config.nheads
-    if saved['config'].get('nheads', nheads) != nheads:  # which no shape shows
+    if saved['config'].get('nheads', nheads) != nheads:  # no shape would show it
         fail(f'--init {path} has --nheads {saved["config"]["nheads"]}')
     fits = {name: p for name, p in saved['model'].items()
             if name in own and p.shape == own[name].shape}
@@ -935,7 +938,7 @@ def load_weights(model, path):
     if wrong:
         fail(f'--init {path} does not fit: {", ".join(wrong[:5])}')
     model.load_state_dict(fits, strict=False)
-    # of transformer.decoder.layers.0.linear1.weight only the part before .layers is said
+    # transformer.decoder stands for all of its parameters
     missing = {name.partition('.layers')[0] for name in own if name not in fits}
     print(f'init    {path}; not in it, or of another size: {", ".join(sorted(missing)) or "none"}')
 
@@ -1012,9 +1015,10 @@ def get_lr(step, c):
     left = c.max_iters - step
     if c.schedule == 'step':
         return c.learning_rate * (0.1 if left <= c.warmdown_iters else 1.0)
-    done = 1 - left / (c.max_iters - c.warmup_iters)  # from 0 to 1
-    cosine = 0.5 * (1 + math.cos(math.pi * done))     # from 1 to 0
-    return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
+    if c.schedule == 'cosine':
+        done = 1 - left / (c.max_iters - c.warmup_iters)  # from 0 to 1
+        cosine = 0.5 * (1 + math.cos(math.pi * done))     # from 1 to 0
+        return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> their mean loss."""

@@ -434,7 +434,7 @@ def make_model(c, meta):
     if 0 < c.vocab_size < meta['vocab_size']:
         fail(f'--vocab-size {c.vocab_size}: the data have {meta["vocab_size"]} tokens')
     model = GPT(replace(c, vocab_size=c.vocab_size or meta['vocab_size']))
-    if c.init and not c.resume:  # a run that goes on has weights of its own
+    if c.init and not c.resume:  # a resumed run has weights of its own
         load_weights(model, c.init, optional='c_proj_s|gamma')  # add the names of your parameters
     return model
 

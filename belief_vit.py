@@ -460,7 +460,7 @@ class ViT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """Random numbers for one purpose. To NumPy, [7] and [7, 0] are the same seed: hence the 1."""
+    """Random numbers for one purpose. Seeds [7] and [7, 0] are one to NumPy: hence the 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Roughly the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
@@ -557,8 +557,8 @@ POOL = ThreadPoolExecutor()  # it decodes photos
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless its stored (width, height) is `size`, that of boxes drawn on it. Transparent pixels
-    are white. Greys of more than 8 bits are scaled by `bits`, the most in the data set."""
+    unless its stored (width, height) is `size`, for which boxes were drawn. Transparent pixels are
+    white. Greys of more than 8 bits are scaled by `bits`, the most bits in the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
@@ -719,7 +719,7 @@ def get_batch(data, c, step, micro_step, device):
 def make_model(c, meta):
     """A model on the CPU for the classes of the data, with the weights of c.init, if any."""
     model = ViT(c, len(meta['classes']))
-    if c.init and not c.resume:  # a run that goes on has weights of its own
+    if c.init and not c.resume:  # a resumed run has weights of its own
         load_weights(model, c.init, optional='^head|proj_s|gamma')  # add your parameters' names
     return model
 
