@@ -556,7 +556,7 @@ def train_teacher(c):
     Before two commands at once, train their teacher alone."""
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
     given = {name: x for name, x in asdict(c).items()
-             if name not in STUDENT and x != getattr(Config, name)}
+             if name not in STUDENT | MACHINE and x != getattr(Config, name)}
     given.update(checksum=load_data(c).meta['checksum'], code=CODE)
     unused = {name: getattr(Config, name) for name in STUDENT}
     own = dict(unused, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
