@@ -315,7 +315,7 @@ class Config:
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 2000          # optimiser steps
     batch_size: int = 32           # images per forward pass
-    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
+    grad_accum_steps: int = 1      # forward passes per step, of all processes together
     learning_rate: float = 1e-3    # at its peak
     lr_backbone_ratio: float = 1.0  # the backbone's rate / learning_rate
     min_lr_ratio: float = 0.05     # final cosine rate / learning_rate
@@ -332,7 +332,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 1               # CPU threads; 0: PyTorch's choice, for larger models
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue the last run of just these flags, or start one
+    resume: bool = False           # continue the newest run of the same flags, or start one
     out_dir: str = 'out'           # where runs are written
     # detect
     folder: str = ''               # a run's folder; default: the newest
@@ -513,7 +513,7 @@ class DETR(nn.Module):
         self.backbone = nn.ModuleList([nn.ModuleDict(dict(body=body))])
         ours = r'backbone|input_proj|(class|bbox|query)_embed|linear[12]|in_proj_weight|out_proj'
         for name, p in self.named_parameters():
-            if re.search(ours, name):  # others, such as yours, keep the values they have
+            if re.search(ours, name):  # others, such as yours, stay as their class made them
                 self.init_parameter(name, p)
 
     @torch.no_grad()
@@ -1019,6 +1019,7 @@ def get_lr(step, c):
         done = 1 - left / (c.max_iters - c.warmup_iters)  # from 0 to 1
         cosine = 0.5 * (1 + math.cos(math.pi * done))     # from 1 to 0
         return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
+    fail(f'--schedule {c.schedule} needs a branch in get_lr')
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> their mean loss."""
@@ -1036,8 +1037,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
-    # In float16 gradients may overflow. Then the scaler skips the step and halves its scale. Only
-    # when the scale is down to 1, which it always is in other dtypes, is that an error.
+    # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
+    # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -1239,8 +1240,9 @@ def detect(c):
 # ------------------------------------ runs ------------------------------------
 # This section is the same in all four scripts, but for load_run, train_and_report and main. A run
 # is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's weights),
-# log.csv and pictures. NAME is the command line. With --resume, a command continues its newest run:
-# NAME, NAME+2, ... Without, it takes the next free name.
+# log.csv and pictures. NAME is the preset and the flags, sorted, without those in MACHINE. With
+# --resume a command continues the newest of NAME, NAME+2, ..., if this file has not changed since.
+# Without, it takes the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
@@ -1295,8 +1297,8 @@ def load_run(c):
         model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
         model.load_state_dict(saved['model'])
     except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
-        fail(f'{file} is of another script, or {SCRIPT}.py has changed too much: '
-             f'{" ".join(str(error).split())[:200]}')
+        fail(f'{file} is of another script, or needs a row, field or shape that is gone (--folder '
+             f'takes another run): {" ".join(repr(error).split())[:200]}')
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
@@ -1344,10 +1346,10 @@ def draw_curves(path, log, panels):
     figure.savefig(path)
 
 def run_folder(c, preset, given):
-    """-> c with the folder of its run, and with resume only if there is one to continue. `given`
+    """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    if {'folder', 'images'} & given.keys():
-        fail(f'--folder and --images are for a run that is there: {SCRIPT}.py {[*ACTIONS][-1]}')
+    for flag in {'folder', 'images'} & given.keys():
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1395,7 +1397,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # then Config's source, printed above, says all
+        if f.name not in CHOICES:  # Config's source, printed above, has all but these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
@@ -1422,7 +1424,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues from its last checkpoint')
+        print('\nstopped; --resume continues a training run from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

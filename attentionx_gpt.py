@@ -27,8 +27,8 @@ exchange how their solutions differ [BF Eq. 1-5].
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
 The default gamma is 3 [AX2 Sec. 4.2]. It is 1 if --zero-diag is set [AX2 Sec. 3.2], and in
-attentionx-v1 it is 0.5 [AX1 Sec. 4.2]. As gamma V - MH = gamma (V - MH / gamma), that row is
-gamma times attentionx with 1 / gamma. W^o can learn this factor, but the two train differently.
+attentionx-v1 it is 0.5 [AX1 Sec. 4.2]. As g V - MH = g (V - MH / g), attentionx-v1 with gamma g is
+g times attentionx with gamma 1 / g. W^o can learn the factor g, but the two train differently.
 
     python attentionx_gpt.py                              # train: a minute on two cores, no network
     python attentionx_gpt.py --attention softmax          # the baseline, on the same batches
@@ -106,7 +106,7 @@ def orthogonal(mh, v):
 
 class CausalSelfAttention(nn.Module):
     """Attention with a formula of ATTENTION between MH and the output projection W^o."""
-    def __init__(self, c, layer):  # layer (0, 1, ...) is here for classes of yours
+    def __init__(self, c, layer):  # layer: 0, 1, ..., for a class of yours
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
@@ -133,7 +133,7 @@ class LearnedGamma(CausalSelfAttention):
     """Phi = V - gamma MH. Each head learns its gamma.  [choice] AX2 learns none (Sec. 3.2)."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        gamma = torch.full((c.n_head, 1), self.gamma)  # (nh, 1), from one number
+        gamma = torch.full((c.n_head, 1), self.gamma)  # (nh, 1), one start for all heads
         self.gamma = nn.Parameter(gamma)
 
     def forward(self, x):
@@ -156,7 +156,7 @@ class BeliefStar(CausalSelfAttention):
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# A class, for its own parameters, settings or mask, extends CausalSelfAttention, as the two above.
+# For parameters, settings or a mask of your own, extend CausalSelfAttention, as LearnedGamma does.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -175,7 +175,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # 1 times softmax would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # 1 MH would be softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4.2]
 
@@ -204,10 +204,10 @@ class Config:
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 800           # optimiser steps
     batch_size: int = 32           # windows per forward pass
-    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
+    grad_accum_steps: int = 1      # forward passes per step, of all processes together
     learning_rate: float = 2e-3    # at its peak
     min_lr_ratio: float = 0.1      # final cosine rate / learning_rate
-    schedule: Literal['cosine', 'trapezoid'] = 'cosine'  # after warmup
+    schedule: Literal['cosine', 'trapezoid'] = 'cosine'  # after warmup; see get_lr
     warmup_iters: int = 100        # steps up to the peak rate; set fewer for short runs
     warmdown_iters: int = 0        # trapezoid: steps of linear decay at the end
     weight_decay: float = 0.1      # AdamW's, on matrices
@@ -222,7 +222,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: PyTorch's choice
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue the last run of just these flags, or start one
+    resume: bool = False           # continue the newest run of the same flags, or start one
     out_dir: str = 'out'           # where runs are written
     # sample
     folder: str = ''               # a run's folder; default: the newest
@@ -323,7 +323,7 @@ class GPT(nn.Module):
         self.transformer.wte.weight = self.lm_head.weight  # weight tying
         ours = r'\.(wte|wpe|c_attn|c_fc|c_proj|c_proj_s)\.(weight|bias)$'  # lm_head has wte's
         for name, p in self.named_parameters():
-            if re.search(ours, name):  # others, such as gamma or yours, keep the values they have
+            if re.search(ours, name):  # others, such as yours, stay as their class made them
                 self.init_parameter(name, p)
 
     @torch.no_grad()
@@ -410,7 +410,7 @@ def load_data(c):
     return SimpleNamespace(train=train, val=val, meta=meta)
 
 def windows(tokens, starts, c, device):
-    """Inputs (B, T) from each start on, and targets (B, T), shifted by one token. int64."""
+    """Inputs (B, T) from each start on, and targets (B, T): the token after each. Both int64."""
     rows = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
     rows = torch.from_numpy(rows).to(device)  # (B, T + 1)
     return rows[:, :-1], rows[:, 1:]
@@ -499,6 +499,7 @@ def get_lr(step, c):
         done = 1 - left / (c.max_iters - c.warmup_iters)  # from 0 to 1
         cosine = 0.5 * (1 + math.cos(math.pi * done))     # from 1 to 0
         return c.learning_rate * (c.min_lr_ratio + (1 - c.min_lr_ratio) * cosine)
+    fail(f'--schedule {c.schedule} needs a branch in get_lr')
 
 def train_step(net, batches, c, optimizer, scaler, autocast):
     """One optimiser step on all micro-batches -> their mean loss."""
@@ -516,8 +517,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
-    # In float16 gradients may overflow. Then the scaler skips the step and halves its scale. Only
-    # when the scale is down to 1, which it always is in other dtypes, is that an error.
+    # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
+    # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -630,8 +631,9 @@ def sample(c):
 # ------------------------------------ runs ------------------------------------
 # This section is the same in all four scripts, but for load_run, train_and_report and main. A run
 # is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's weights),
-# log.csv and pictures. NAME is the command line. With --resume, a command continues its newest run:
-# NAME, NAME+2, ... Without, it takes the next free name.
+# log.csv and pictures. NAME is the preset and the flags, sorted, without those in MACHINE. With
+# --resume a command continues the newest of NAME, NAME+2, ..., if this file has not changed since.
+# Without, it takes the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
@@ -686,8 +688,8 @@ def load_run(c):
         model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
         model.load_state_dict(saved['model'])
     except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
-        fail(f'{file} is of another script, or {SCRIPT}.py has changed too much: '
-             f'{" ".join(str(error).split())[:200]}')
+        fail(f'{file} is of another script, or needs a row, field or shape that is gone (--folder '
+             f'takes another run): {" ".join(repr(error).split())[:200]}')
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
@@ -735,10 +737,10 @@ def draw_curves(path, log, panels):
     figure.savefig(path)
 
 def run_folder(c, preset, given):
-    """-> c with the folder of its run, and with resume only if there is one to continue. `given`
+    """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    if {'folder', 'images'} & given.keys():
-        fail(f'--folder and --images are for a run that is there: {SCRIPT}.py {[*ACTIONS][-1]}')
+    for flag in {'folder', 'images'} & given.keys():
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -786,7 +788,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # then Config's source, printed above, says all
+        if f.name not in CHOICES:  # Config's source, printed above, has all but these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
@@ -813,7 +815,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues from its last checkpoint')
+        print('\nstopped; --resume continues a training run from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

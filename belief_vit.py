@@ -111,7 +111,7 @@ def orthogonal(mh, v):
 
 class Attention(nn.Module):
     """Attention with a formula of ATTENTION between MH and the output projection W^o."""
-    def __init__(self, c, layer):  # layer (0, 1, ...) is here for classes of yours
+    def __init__(self, c, layer):  # layer: 0, 1, ..., for a class of yours
         super().__init__()
         self.config = c
         self.gamma = default_gamma(c)
@@ -140,7 +140,7 @@ class LearnedGamma(Attention):
     """Phi = V - gamma MH. Each head learns its gamma.  [choice] AX2 learns none (Sec. 3.2)."""
     def __init__(self, c, layer):
         super().__init__(c, layer)
-        gamma = torch.full((c.num_heads, 1), self.gamma)  # (nh, 1), from one number
+        gamma = torch.full((c.num_heads, 1), self.gamma)  # (nh, 1), one start for all heads
         self.gamma = nn.Parameter(gamma)
 
     def forward(self, x):
@@ -164,7 +164,7 @@ class BeliefStar(Attention):
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# A class, for its own parameters, settings or mask, extends Attention, as the two above.
+# For parameters, settings or a mask of your own, extend Attention, as LearnedGamma does.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -183,7 +183,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # 1 times softmax would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # 1 MH would be softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -255,7 +255,7 @@ class Config:
     seed: int = 1337               # of weights, batches and dropout
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
     batch_size: int = 64           # images per forward pass
-    grad_accum_steps: int = 1      # forward passes per step, shared among the processes
+    grad_accum_steps: int = 1      # forward passes per step, of all processes together
     optimizer: Literal['adamw', 'set-adam'] = 'adamw'  # the papers use set-adam
     learning_rate: float = 4e-3    # at its peak
     min_lr_ratio: float = 0.0      # final cosine rate / learning_rate; 1 keeps it constant
@@ -270,7 +270,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: PyTorch's choice
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue the last run of just these flags, or start one
+    resume: bool = False           # continue the newest run of the same flags, or start one
     out_dir: str = 'out'           # where runs are written
     # predict
     folder: str = ''               # a run's folder; default: the newest
@@ -419,7 +419,7 @@ class ViT(nn.Module):
         ours = (r'^(cls_token|pos_embed|head|patch_embed\.proj|blocks\.\d+\.'
                 r'(attn\.(qkv|proj|proj_s)|mlp\.(fc1|conv|fc2)))(\.weight|\.bias)?$')
         for name, p in self.named_parameters():
-            if re.search(ours, name):  # others, such as gamma or yours, keep the values they have
+            if re.search(ours, name):  # others, such as yours, stay as their class made them
                 self.init_parameter(name, p)
 
     @torch.no_grad()
@@ -818,8 +818,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
-    # In float16 gradients may overflow. Then the scaler skips the step and halves its scale. Only
-    # when the scale is down to 1, which it always is in other dtypes, is that an error.
+    # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
+    # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -953,8 +953,9 @@ def predict(c):
 # ------------------------------------ runs ------------------------------------
 # This section is the same in all four scripts, but for load_run, train_and_report and main. A run
 # is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's weights),
-# log.csv and pictures. NAME is the command line. With --resume, a command continues its newest run:
-# NAME, NAME+2, ... Without, it takes the next free name.
+# log.csv and pictures. NAME is the preset and the flags, sorted, without those in MACHINE. With
+# --resume a command continues the newest of NAME, NAME+2, ..., if this file has not changed since.
+# Without, it takes the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
@@ -1009,8 +1010,8 @@ def load_run(c):
         model = make_model(Config(**dict(saved['config'], init='')), saved['data'])
         model.load_state_dict(saved['model'])
     except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
-        fail(f'{file} is of another script, or {SCRIPT}.py has changed too much: '
-             f'{" ".join(str(error).split())[:200]}')
+        fail(f'{file} is of another script, or needs a row, field or shape that is gone (--folder '
+             f'takes another run): {" ".join(repr(error).split())[:200]}')
     return model.to(pick_device(c)[0]).eval(), saved['data']
 
 def resume_run(c, meta, model, optimizer, scaler):
@@ -1058,10 +1059,10 @@ def draw_curves(path, log, panels):
     figure.savefig(path)
 
 def run_folder(c, preset, given):
-    """-> c with the folder of its run, and with resume only if there is one to continue. `given`
+    """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    if {'folder', 'images'} & given.keys():
-        fail(f'--folder and --images are for a run that is there: {SCRIPT}.py {[*ACTIONS][-1]}')
+    for flag in {'folder', 'images'} & given.keys():
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1109,7 +1110,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # then Config's source, printed above, says all
+        if f.name not in CHOICES:  # Config's source, printed above, has all but these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
@@ -1136,7 +1137,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues from its last checkpoint')
+        print('\nstopped; --resume continues a training run from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

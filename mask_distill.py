@@ -301,7 +301,7 @@ class Config:
     compile: bool = False          # torch.compile the model
     threads: int = 0               # CPU threads; 0: PyTorch's choice
     log_interval: int = 50         # steps between lines of progress; 0: none
-    resume: bool = False           # continue the last run of just these flags, or start one
+    resume: bool = False           # continue the newest run of the same flags, or start one
     out_dir: str = 'out'           # where runs are written
     # sample, criteria
     folder: str = ''               # a run's folder; default: the newest
@@ -495,7 +495,7 @@ def load_data(c):
     return SimpleNamespace(train=train, val=val, meta=meta)
 
 def windows(tokens, starts, c, device):
-    """Inputs (B, T) from each start on, and targets (B, T), shifted by one token. int64."""
+    """Inputs (B, T) from each start on, and targets (B, T): the token after each. Both int64."""
     rows = np.stack([tokens[s:s + c.block_size + 1] for s in starts]).astype(np.int64)
     rows = torch.from_numpy(rows).to(device)  # (B, T + 1)
     return rows[:, :-1], rows[:, 1:]
@@ -545,7 +545,7 @@ def load_pair(path, device='cpu'):
             student = GPT2(known(saved['config'])).to(device).eval()
             student.load_state_dict(saved['model'])
     except (KeyError, TypeError, RuntimeError) as error:  # a field, a row, a shape
-        fail(f'{path} is of another script, or {SCRIPT}.py has changed too much: '
+        fail(f'{path} is of another script, or needs a row, field or shape that is gone: '
              f'{" ".join(str(error).split())[:200]}')
     return teacher.to(device).eval(), student, saved
 
@@ -717,8 +717,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
         total += loss.detach()
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
-    # In float16 gradients may overflow. Then the scaler skips the step and halves its scale. Only
-    # when the scale is down to 1, which it always is in other dtypes, is that an error.
+    # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
+    # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
     scaler.step(optimizer)
     scaler.update()
@@ -885,8 +885,9 @@ def criteria(c):
 # ------------------------------------ runs ------------------------------------
 # This section is the same in all four scripts, but for load_run, train_and_report and main. A run
 # is a folder out/SCRIPT/NAME: ckpt.pt (to continue from), best.pt (the best evaluation's weights),
-# log.csv and pictures. NAME is the command line. With --resume, a command continues its newest run:
-# NAME, NAME+2, ... Without, it takes the next free name.
+# log.csv and pictures. NAME is the preset and the flags, sorted, without those in MACHINE. With
+# --resume a command continues the newest of NAME, NAME+2, ..., if this file has not changed since.
+# Without, it takes the next free name.
 def pick_device(c):
     """Device, and dtype of matmuls. GPUs below compute capability 8 only emulate bfloat16."""
     name, dtype = c.device, 'float32'
@@ -985,10 +986,10 @@ def draw_curves(path, log, panels):
     figure.savefig(path)
 
 def run_folder(c, preset, given):
-    """-> c with the folder of its run, and with resume only if there is one to continue. `given`
+    """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    if {'folder', 'images'} & given.keys():
-        fail(f'--folder and --images are for a run that is there: {SCRIPT}.py {[*ACTIONS][-1]}')
+    for flag in {'folder', 'images'} & given.keys():
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1035,7 +1036,7 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # then Config's source, printed above, says all
+        if f.name not in CHOICES:  # Config's source, printed above, has all but these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
@@ -1055,7 +1056,7 @@ def main(argv=()):
             torch.set_num_threads(c.threads)
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues from its last checkpoint')
+        print('\nstopped; --resume continues a training run from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
