@@ -233,10 +233,10 @@ class Config:
     top_k: int = 0                 # only so many likeliest tokens; 0 for all
 
     def __post_init__(self):
+        if min(self.n_head, self.batch_size, self.grad_accum_steps, self.block_size) < 1:
+            fail('--n-head, --batch-size, --grad-accum-steps and --block-size are 1 or more')
         if self.n_embd % (2 * self.n_head):  # rotate() cuts each head into halves
             fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
-        if min(self.max_iters, self.seed) < 0 or min(self.batch_size, self.block_size) < 1:
-            fail('--max-iters and --seed are 0 or more, --batch-size and --block-size 1 or more')
         if not 0 <= self.dropout < 1:
             fail(f'--dropout {self.dropout} must be at least 0, and less than 1')
         if self.prompt.startswith('FILE:'):  # as in nanoGPT
@@ -639,9 +639,10 @@ def pick_device(c):
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if 'cuda' in name and not torch.cuda.is_available():
-        fail(f'--device {name}: PyTorch finds no CUDA here')
-    device = torch.empty(0, device=name).device  # with an index: cuda:0
+    try:
+        device = torch.empty(0, device=name).device  # with an index: cuda:0
+    except Exception as error:  # PyTorch raises many kinds
+        fail(f'--device {name}: {" ".join(str(error).split())[:200]}')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -771,14 +772,14 @@ def train_and_report(c):
 
 def parse(argv):
     """argv -> action, and its Config: flags override the preset."""
-    words = [*argv]
+    words = [*map(str, argv)]
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
     p = argparse.ArgumentParser(
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
         usage=f'%(prog)s [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
     p.description = inspect.getsource(Config).partition('    def ')[0]  # fields and their comments
-    p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
+    p.add_argument('--preset', choices=PRESETS, help='a set of settings')
     for f in fields(Config):
         options = get_args(f.type)  # of Literal['a', 'b'] and of float | None
         kind = dict(type=options[0] if options else f.type, choices=CHOICES.get(f.name))
@@ -792,7 +793,13 @@ def parse(argv):
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
-    preset = given.pop('preset')
+    for name, x in given.items():
+        flag = '--' + name.replace('_', '-')
+        if type(x) is int and x < 0 <= getattr(Config, name):
+            fail(f'{flag} {x} is less than 0')
+        if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
+            fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
+    preset = given.pop('preset', 'tiny')
     c = Config(**{**PRESETS[preset], **given})
     return action, run_folder(c, preset, given) if action == 'train' else c
 

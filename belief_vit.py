@@ -277,12 +277,12 @@ class Config:
     images: tuple = ()             # photos to classify, or folders of them
 
     def __post_init__(self):
+        if min(self.num_heads, self.patch_size, self.batch_size, self.grad_accum_steps) < 1:
+            fail('--num-heads, --patch-size, --batch-size and --grad-accum-steps are 1 or more')
         if self.image_size % self.patch_size or self.first_size % self.patch_size:
             fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
         if not self.head_size and self.embed_dim % self.num_heads:
             fail(f'--num-heads {self.num_heads} must divide --embed-dim {self.embed_dim}')
-        if min(self.max_iters, self.seed) < 0 or self.batch_size < 1:
-            fail('--max-iters and --seed are 0 or more, --batch-size 1 or more')
         if not 0 <= self.dropout < 1:
             fail(f'--dropout {self.dropout} must be at least 0, and less than 1')
 
@@ -961,9 +961,10 @@ def pick_device(c):
     name, dtype = c.device, 'float32'
     if name == 'auto':
         name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if 'cuda' in name and not torch.cuda.is_available():
-        fail(f'--device {name}: PyTorch finds no CUDA here')
-    device = torch.empty(0, device=name).device  # with an index: cuda:0
+    try:
+        device = torch.empty(0, device=name).device  # with an index: cuda:0
+    except Exception as error:  # PyTorch raises many kinds
+        fail(f'--device {name}: {" ".join(str(error).split())[:200]}')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         dtype = 'bfloat16' if torch.cuda.get_device_capability() >= (8, 0) else 'float16'
@@ -1093,14 +1094,14 @@ def train_and_report(c):
 
 def parse(argv):
     """argv -> action, and its Config: flags override the preset."""
-    words = [*argv]
+    words = [*map(str, argv)]
     action = words.pop(0) if words and words[0] in ACTIONS else 'train'
     p = argparse.ArgumentParser(
         prog=f'{SCRIPT}.py', allow_abbrev=False, argument_default=argparse.SUPPRESS,
         usage=f'%(prog)s [{" | ".join(ACTIONS)}] [--preset NAME] [--flag value ...]',
         formatter_class=argparse.RawDescriptionHelpFormatter)
     p.description = inspect.getsource(Config).partition('    def ')[0]  # fields and their comments
-    p.add_argument('--preset', choices=PRESETS, default='tiny', help='a set of settings')
+    p.add_argument('--preset', choices=PRESETS, help='a set of settings')
     for f in fields(Config):
         options = get_args(f.type)  # of Literal['a', 'b'] and of float | None
         kind = dict(type=options[0] if options else f.type, choices=CHOICES.get(f.name))
@@ -1114,7 +1115,13 @@ def parse(argv):
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
     given = vars(p.parse_args(words))
-    preset = given.pop('preset')
+    for name, x in given.items():
+        flag = '--' + name.replace('_', '-')
+        if type(x) is int and x < 0 <= getattr(Config, name):
+            fail(f'{flag} {x} is less than 0')
+        if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
+            fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
+    preset = given.pop('preset', 'tiny')
     c = Config(**{**PRESETS[preset], **given})
     return action, run_folder(c, preset, given) if action == 'train' else c
 

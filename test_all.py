@@ -1439,7 +1439,7 @@ def test_vit_photos(tmp_path):
     end = run(vit, *flags, '--randaugment', 'fixed', '--max-iters', 30)
     assert end.code == 0 and end.result['test_acc'] == 1, end
     (data / 'red/notes.txt').write_text('no photo')
-    more = 'predict', '--out-dir', tmp_path / 'out', '--device', DEVICE, '--batch-size', 4
+    more = 'predict', '--out-dir', tmp_path / 'out', '--device', DEVICE
     end = run(vit, *more, '--images', data / 'blue/3.png', data / 'red')
     assert [*end.result] == [str(data / 'blue/3.png'),
                              *(str(data / f'red/{i}.png') for i in range(9))], end
@@ -2716,8 +2716,8 @@ def test_mistakes(tmp_path):
             (['--preset', 'T4', 't4'], *flags, '--preset', 'T4'),
             (['--gama'], '--gama', 3)):
         refuse(gpt, words, *mistake)
-    with patch('torch.cuda.is_available', lambda: False):
-        refuse(gpt, ['--device cuda'], *flags, '--device', 'cuda')
+    for name in ['gpu', *([] if torch.cuda.is_available() else ['cuda'])]:
+        refuse(gpt, [f'--device {name}'], *flags, '--device', name)
     with patch.object(gpt, 'WORLD', 4):
         refuse(gpt, ['4 processes', '--grad-accum-steps 6'], *flags, '--grad-accum-steps', 6)
     for script, action, preset, data, *mistakes in (
@@ -2730,6 +2730,8 @@ def test_mistakes(tmp_path):
         flags = tiny(script, tmp_path)
         refuse(script, ['no run', 'train first'], action, '--out-dir', tmp_path / 'empty',
                *(['--images', 'a.jpg'] if script in (vit, detr) else []))
+        refuse(script, ['leave out --max-iters'], action, '--max-iters', 3)
+        mistakes += '--eval-rows -1', '--grad-accum-steps 0'
         for mistake in map(shlex.split, mistakes):  # each is answered with the flag's name
             refuse(script, mistake[:1], *flags, *mistake)
         refuse(script, ['none.pt'], *flags, '--init', tmp_path / 'none.pt')
@@ -2846,7 +2848,8 @@ def test_compare_mistakes(tmp_path):
                 (['--metric x'], *read, '--metric', 'x'), (['two rows'], *read, file),
                 (['--metric case'], *read, '--metric', 'case'),
                 (['--tune seed'], *read, '--tune', 'seed'),
-                (['--against x'], *read, '--against', 'x'),
+                (['--against x'], *read, '--against', 'x'), (['--against y'], '--against', 'y'),
+                (['leave out --gama'], *read, '--gama', 3), (['--log-csv'], '--log-csv', file),
                 (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv'),
                 (['another version', 'name another'], '--csv', record / 'gpt-common.csv')):
             refuse(compare, words, *flags, *more)

@@ -357,7 +357,8 @@ def group_by_case(script, rows, against):
     for row in sorted(rows, key=lambda row: any(row.get(key) != x for key, x in baseline.items())):
         runs = cases.setdefault(row['case'], {})
         if row['seed'] in runs:
-            fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files')
+            fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files, or a csv for '
+                 'each comparison')
         runs[row['seed']] = row
     if against and against not in cases:
         fail(f'--against {against}: there is no such row')
@@ -565,6 +566,10 @@ def parse(argv):
         o.test_seeds = []
     elif o.tune and o.tune not in [x.partition('=')[0] for x in o.sweep]:
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
+    if o.from_csv and (flags or o.sweep or o.table):
+        fail(f'--from-csv trains nothing: leave out {" ".join(flags) or "--sweep and --table"}')
+    if o.log_csv and Path(o.log_csv) in [o.csv, *(o.from_csv or [])]:
+        fail(f'--log-csv {o.log_csv}: that file has the rows; name another')
     if o.diagnose and o.script == 'mask_distill':
         fail('--diagnose: mask_distill.py logs its coefficients by itself')
     if o.rounds < 1:
@@ -606,6 +611,8 @@ def main(argv=None):
         o.csv, rows = o.csv or o.from_csv[0], rows_in(script, o.from_csv)
     else:
         cases = cases_of(script, flags, o.table, o.sweep)
+        if o.against and o.against not in cases:
+            fail(f'--against {o.against}: choose from {", ".join(cases)}')
         first = script.parse(next(iter(cases.values())))[1]
         torch.set_num_threads(first.threads or torch.get_num_threads())
         o.csv = o.csv or Path(first.out_dir, o.script, f'compare-{o.code:08x}.csv')
