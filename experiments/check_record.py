@@ -172,6 +172,8 @@ THREE = 'attentionx', 'belief', 'belief-star'
 FOUR = 'accuracy', 'mse', 'cosine', 'kl'
 SHORTER = lambda r: r('update_out') / r('mh_out')
 ANGLE = lambda r: np.degrees(np.arccos(r('cos_mh')) - np.arccos(r('cos_update')))
+LENGTH_FOR_TURN = lambda key, case: layers('gpt-lengths-log', 1000, lambda r: r(
+    f'stretch_{key}') / r(f'turn_{key}'), case)[:, 0]
 ANGLES = layers('gpt-belief-log', 1000, ANGLE)
 BEST = {name: gaps(f'gpt-softmax gpt-{file}', f'{name} {rate}', 'softmax 1.6e-2')
         for name, file, rate in (('attentionx', 'attentionx', '4e-3'), ('belief', 'belief', '8e-3'),
