@@ -83,8 +83,8 @@ def fail(message):
 # k, v (B, nh, N, hs); x (B, nh, Q, N), of B images, nh heads, Q queries, N tokens, and hs channels
 # in a head. is_self: self-attention, where token i is query i.
 class Attention(nn.Module):
-    """softmax(QK^T / sqrt(hs)) V without weights: heads are slices of channels.  [OA Sec. 4.1]
-    [choice] There is no output projection, either."""
+    """softmax(QK^T / sqrt(hs)) V without weights; a head is a slice of channels.  [OA Sec. 4.1]
+    [choice] There is no output projection, either. All other attention extends this."""
     def __init__(self, c, is_self=False):
         super().__init__()
         self.config, self.is_self = c, is_self
@@ -117,7 +117,7 @@ class MultiheadAttention(Attention):
     def __init__(self, c, is_self=False):
         super().__init__(c, is_self)
         C = c.hidden_dim
-        # W_q, W_k, W_v. DETR gives them values, by their name; give yours some here
+        # W_q, W_k, W_v. The class DETR fills them, by their names; give yours values here
         self.in_proj_weight = nn.Parameter(torch.empty(3 * C, C))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * C))
         self.out_proj = nn.Linear(C, C)
@@ -170,9 +170,10 @@ def add_random(tokens, random):
     """tokens (B, nh, N, hs), random (n, hs) -> (B, nh, N + n, hs).  [OA Sec. 3]"""
     return torch.cat([tokens, random.expand(*tokens.shape[:2], -1, -1)], dim=2)
 
-# A penalty must double when x does, as a norm does: lasso relies on it. Its row is (prox, size):
-#     prox(a, t) is the z that minimises t penalty(z) + ||z - a||^2 / 2
-#     size(q K^T) >= 0: the smallest lambda for which x is 0 is twice its largest entry
+# A row is (prox, size) of a penalty >= 0 that doubles when x does, as a norm does:
+#     prox(a, t), of a's shape: the z that minimises t penalty(z) + ||z - a||^2 / 2
+#     size(q K^T) >= 0: a query's x is 0 if lambda is twice its largest size, or more. There is one
+#     for each token (B, nh, Q, N) or, of a penalty that joins tokens, the dual norm (B, nh, Q, 1)
 PENALTY = {
     'l1': (lambda a, t: F.relu(a - t) - F.relu(-a - t), torch.abs),  # ||x||_1  [OA Eq. 2]
     'positive': (lambda a, t: F.relu(a - t), F.relu),                # the same, and x >= 0
@@ -185,9 +186,9 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
     are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
     Gradients flow through lambda, rho and e, too.
-    [deviation] OA's (3a) and (3b) have other signs, and twice the right threshold t. OA sets x_ii
+    [deviation] OA prints (3a) and (3b) with wrong signs, and twice the right t. OA sets x_ii
     to 0 and clamps x after (3a); then ADMM need not converge. Here both are done to z, in (3b). Our
-    steps are over-relaxed: 4 come as close as 8 plain ones. We return z: its zeros are exact.
+    steps are over-relaxed: 4 come as close as 8 of plain ADMM. We return z: its zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
@@ -207,15 +208,15 @@ def lasso(q, k, c, is_self=False, vanilla=False):
         if vanilla:
             x = (products + rho * w) @ inverse  # [OA Eq. 3]
         else:
-            x = w + (q - w @ k) @ P  # the same: x - w rebuilds what w has not, q - w K
-        relaxed = 1.6 * x - 0.6 * z  # 1.6 times the way from z to x; in plain ADMM it is x
+            x = w + (q - w @ k) @ P  # the same x: w rebuilds w @ k, and P the rest
+        relaxed = 1.6 * x - 0.6 * z  # 1.6 times the way from z to x; plain ADMM: x
         # (3b): z minimises lambda penalty(z) + e ||z||^2 + rho ||z - a||^2
         a = relaxed + u
         z = prox(without_self(a, is_self), t) / (1 + e / rho)  # e only shrinks it
         if c.clamp:
             z = z.clamp(-c.clamp, c.clamp)
         u = a - z  # (3c): u + relaxed - z
-    return z.masked_fill(largest == 0, 0)  # where no token points towards q, the best x is 0
+    return z.masked_fill(largest == 0, 0)  # there x is 0 for every lambda
 
 def without_self(x, is_self):
     """x (..., Q, N); with is_self, zero where a query meets itself.  [OA Sec. 3]"""
@@ -244,27 +245,27 @@ def vanilla_inverse(k, shift):
 def l2(q, k, c, is_self=False):
     """argmin_x ||q - x^T K||^2 + e ||x||^2 -> x  [OA Eq. 1]
     [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
-    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # below 1e-5, e is lost in rounding
+    e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # with a smaller --ridge, e is lost in rounding
     x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # with x_ii = 0 (Lagrange): x_i plus a multiple of row i of the inverse
+    if is_self:  # the best x with x_ii = 0 adds a multiple of the inverse's row i to row i of x
         rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
         pull = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
         x = without_self(x + pull.unsqueeze(-1) * rows, is_self)
     return x
 
 def sharpen(x, power):
-    """x^power / sum |x^power|  [OA Sec. 3], or x if power is 0. [choice] Tiny rows fade to zero."""
+    """x^power / sum |x^power|  [OA Sec. 3], x if power is 0. [choice] Less, if all of x is tiny."""
     if not power:
         return x
     # divided by the largest, x^power is not too small for float32
     y = (x / x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-6)) ** power
-    # now the largest |y| is 1, and the sum 1 or more; only where all x were tiny is it less
+    # the largest |y| is now 1, so the sum is 1 or more; only if all |x| < 1e-6 is it less
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)
 
-# To try your own problem, write a function like l2, and add a row like l2's. Run it with
-# --cross-attention NAME. Its k are keys or values, as --rebuild-from says, centred if --centre;
-# padded tokens are zero in it, and your x of them must be zero, too; random tokens come last. x is
-# sharpened afterwards, unless --power 0. A row makes a layer, row(c, is_self). A class extends
+# To try your own problem, write solve(q, k, c, is_self) -> x as l2 is, and add a row like l2's. Run
+# it with --cross-attention NAME. k (B, nh, N + n, hs) are keys or values, as --rebuild-from says,
+# centred if --centre; then n random tokens. x (B, nh, Q, N + n) must be 0 where k is 0, on padding.
+# It is sharpened afterwards, unless --power 0. A row makes a layer, row(c, is_self). A class extends
 # Attention; if it has another `mix`, it needs its `coefficients`, too, which pictures show.
 vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
@@ -1360,7 +1361,7 @@ def run_folder(c, preset, given):
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
         return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
-    if c.resume:
+    if given.get('resume'):
         print('note    no run of just these flags is there: a new one starts')
     folder, n = root / name, 1
     while folder.exists():

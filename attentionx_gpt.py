@@ -751,7 +751,7 @@ def run_folder(c, preset, given):
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
         return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
-    if c.resume:
+    if given.get('resume'):
         print('note    no run of just these flags is there: a new one starts')
     folder, n = root / name, 1
     while folder.exists():

@@ -68,15 +68,16 @@ def fail(message):
     raise SystemExit(2)
 
 # ------------------------------------ MA's method ------------------------------------
-# A kind of mask, kind:N in --masks, has two functions. The first says whether token i sees token j;
-# masks_at adds j <= i. The second gives its reach (a, b): the mask shows at most the last a and the
-# first b tokens, so blocked_attention computes only those. None in its place: it may show any.
+# A kind of mask, kind:N in --masks, has two functions. The first gets positions i and j (tensors)
+# and N, and says whether token i sees token j; masks_at adds j <= i. Join with & and |, not `and`
+# and `or`. The second gives the reach (last, first): only the last and the first so many tokens are
+# shown, so blocked_attention computes no others. None in place of the second: there is no limit.
 KINDS = {
-    'all': (lambda i, j, n: j <= i, None),  # whatever N is. A plain True would be no tensor
+    'all': (lambda i, j, n: j <= i, None),  # N means nothing. True alone would be no tensor
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # the same, but see masks_at
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # those that no other shows
     # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
 }
 NAMED = {  # [choice] MA's "last token" is the token itself: offset:0
@@ -108,23 +109,25 @@ def check_masks(masks):
     for kind, n in parsed:
         if parsed.count((kind, n)) > 1:
             fail(f'--masks {masks}: {kind}:{n} is there twice')
-        formula, reach_of = KINDS[kind]
-        mask = formula(i, j, n)
+        try:
+            formula, reach_of = KINDS[kind]
+            mask = formula(i, j, n)
+            last, first = reach_of(n) if reach_of else (1024, 0)
+        except Exception as error:
+            fail(f'--masks {kind}:{n}: its row in KINDS does not work: {error}')
         if not torch.is_tensor(mask) or mask.dtype != torch.bool:
             fail(f'--masks {kind}:{n}: its formula in KINDS must be a tensor, true or false for '
                  'each i and j')
-        if reach_of:
-            last, first = reach_of(n)
-            beyond = mask & (j <= i) & (i - j >= last) & (j >= first)
-            if beyond.any():
-                fail(f'--masks {kind}:{n}: it shows tokens beyond its reach in KINDS')
+        beyond = mask & (j <= i) & (i - j >= last) & (j >= first)
+        if beyond.any():
+            fail(f'--masks {kind}:{n}: it shows tokens beyond its reach in KINDS')
 
 def reach(masks):
     """The reach (last, first) of all masks together, or None."""
     kinds = parse_masks(masks)
     if None in [KINDS[kind][1] for kind, _ in kinds]:
         return None
-    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in kinds)]  # (1, 0): a token itself
+    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in kinds)]  # (1, 0): mixture may add itself
     return max(last for last, _ in sizes), max(first for _, first in sizes)
 
 def masks_at(masks, i, j):
@@ -142,8 +145,8 @@ def masks_at(masks, i, j):
 def log_coefficients(alpha):
     """alpha (K,) -> log c_k (K,), where c_k = sigmoid(alpha_k).  [MA Sec. 3]
     With L1, c_k can become 0 in float32, so we keep log c_k.
-    [choice] If c_k is less than 1/1000 of the largest c, the mask is closed: log c_k = -inf. Then
-    the KL has no gradient for its alpha. It opens again if the largest c falls to 1000 c_k."""
+    [choice] A mask whose c_k is less than 1/1000 of the largest c is closed: log c_k = -inf. The KL
+    then has no gradient for its alpha. If the largest c falls to 1000 c_k, the mask opens again."""
     log_c = F.logsigmoid(alpha)
     return log_c.masked_fill(log_c < log_c.max() + math.log(1e-3), -math.inf)
 
@@ -156,14 +159,14 @@ def mixture(coefficients, M, i, j):
     return torch.where(sees_some, W, itself)
 
 def log_mixture(log_c, M, i, j):
-    """log W, but all c_k are divided by the largest: softmax stays the same, and W is not all 0."""
+    """log W, with all c_k divided by the largest: no softmax changes, and tiny c_k stay > 0."""
     W = mixture((log_c - log_c.max()).exp(), M, i, j)
     log_W = W.clamp_min(torch.finfo(W.dtype).tiny).log()  # log 0 would have the gradient nan
     return log_W.masked_fill(W == 0, -math.inf)
 
 # A reading is a function of scores S (..., Tq, T), log c (K,), masks_at's M, and the positions i of
 # queries and j of keys. It gives attention weights (..., Tq, T): 0 where no M shows a token. S has
-# scores of tokens j > i, too: they must not matter. For one of your own add a row to READINGS.
+# scores of tokens j > i, too: yours must not let them matter. To try it, add a row to READINGS.
 def renormalised(S, log_c, M, i, j):
     """softmax(S + log W): rows add up to 1. [choice] This is the default."""
     return F.softmax(S + log_mixture(log_c, M, i, j), -1)
@@ -179,7 +182,7 @@ def separate(S, log_c, M, i, j):
     return mixture(log_c.exp(), P, i, j)  # sum_k c_k P_k
 
 READINGS = {'renormalised': renormalised, 'unnormalised': unnormalised, 'separate': separate}
-IN_BLOCKS = {'renormalised', 'separate'}  # add yours if it needs no score of a hidden token
+IN_BLOCKS = {'renormalised', 'separate'}  # they use no score of a hidden token
 
 def attention_weights(q, k, masks, log_c=None, reading='renormalised', i=None, j=None):
     """q (..., Tq, hs), k (..., T, hs) -> attention weights (..., Tq, T). log_c (K,): by default all
@@ -211,12 +214,11 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     b = min(b, T)
     n = math.ceil(T / b)  # number of blocks
     padding = n * b - T  # after the last token
-    # Positions, a row for each block. masks_at hides j < 0: a near key before the text, or a first
-    # token that is near as well and must not count twice.
+    # Positions, a row for each block. masks_at hides j < 0: what is before the text
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)
+    j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)  # near as well: counts once
     j = torch.cat([j_near, j_first], 1)
 
     def blocks_of(t):  # keys or values (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
@@ -263,8 +265,8 @@ def kept_pairs(masks, alphas, T):
 @dataclass
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
-    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set). It
-    reaches teacher and student, unless you name it in STUDENT."""
+    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set). It is
+    the teacher's and the student's, with --init as the file has it; or name it in STUDENT."""
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
@@ -276,7 +278,7 @@ class Config:
     learning_rate: float = 5e-4    # of attention layers
     warmup_iters: int = 20         # steps until the rates are at their peaks
     init: str = ''                 # teacher's file, of a run or of prepare_data.py; '': train one
-    # the teacher, without --init: train_teacher makes teacher_iters its run's max_iters, and so on
+    # the teacher, without --init. In its own run the first three are max_iters, learning_rate, ...
     teacher_iters: int = 600       # optimiser steps
     teacher_lr: float = 2e-3       # learning rate at its peak
     teacher_warmup: int = 100      # steps until it is there
@@ -324,10 +326,9 @@ CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
 MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'new_tokens', 'temperature'}
-STUDENT = {  # settings that do not reach a teacher: students that differ in these alone share one
+STUDENT = {  # a student's own settings; all others are its teacher's, too
     'masks', 'reading', 'learn', 'l1', 'samples', 'max_iters', 'alpha_lr', 'learning_rate',
     'warmup_iters', 'init'}
-SIZES = ['n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size']  # a student's are its teacher's
 
 PRESETS = {
     'tiny': {},  # [choice] Config's masks, and no L1
@@ -522,7 +523,7 @@ def make_teacher(c, meta):
 
 def make_student(teacher, c):
     """A copy of the teacher, with c's masks. --learn says what trains in it."""
-    model = GPT2(replace(c, **{name: getattr(teacher.config, name) for name in SIZES}))
+    model = GPT2(replace(teacher.config, **{name: getattr(c, name) for name in STUDENT}))
     model.to(teacher.wte.weight)  # its device and dtype
     model.load_state_dict(teacher.state_dict(), strict=False)  # which has no alphas
     part = '.attn.' if c.learn == 'attention' else '.alpha'
@@ -550,13 +551,13 @@ def load_pair(path, device='cpu'):
     return teacher.to(device).eval(), student, saved
 
 def train_teacher(c):
-    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. Its
-    run's name has its settings, and a checksum of the data and of this file's text. So a command
-    finds its teacher, and an edited script trains another (--init takes the old one's best.pt).
-    Before two commands at once, train their teacher alone."""
+    """Train the teacher of c's students, or finish it -> its last metrics, log and folder. Its run
+    is named by its settings and by checksums of the data and of this file: so the same command
+    finds it, and after an edit another is trained (or --init the old best.pt). Before you start two
+    commands at once, let their teacher be trained, by the action `teacher`."""
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
     given = {name: x for name, x in asdict(c).items()
-             if name not in STUDENT | MACHINE and x != getattr(Config, name)}
+             if name not in (STUDENT | MACHINE) and x != getattr(Config, name)}
     given.update(checksum=load_data(c).meta['checksum'], code=CODE)
     unused = {name: getattr(Config, name) for name in STUDENT}
     own = dict(unused, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
@@ -1000,7 +1001,7 @@ def run_folder(c, preset, given):
     runs = [*root.glob(f'{name}/ckpt.pt'), *root.glob(f'{name}+*/ckpt.pt')]
     if c.resume and runs:
         return replace(c, folder=str(max(runs, key=os.path.getmtime).parent))
-    if c.resume:
+    if given.get('resume'):
         print('note    no run of just these flags is there: a new one starts')
     folder, n = root / name, 1
     while folder.exists():
