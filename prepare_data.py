@@ -4,18 +4,11 @@
 # ///
 """The one door for data and weights: what comes from outside is checked and converted here, once.
 
-    python prepare_data.py                          # the list of downloads: size, licence, use
-    python prepare_data.py shakespeare              # as 256 tokens: its bytes
-    python prepare_data.py openwebtext --parts 2    # 2 of 21 parts
+    python prepare_data.py                          # the list of downloads, and of kinds of yours
+    python prepare_data.py shakespeare              # a download
     python prepare_data.py coco                     # val2017; with --parts 2 also train2017
     python prepare_data.py cifar10 --from FILE      # a FILE or folder that you already have
-
-    python prepare_data.py text notes.txt           # a text of your own, in UTF-8
-    python prepare_data.py tokens FOLDER            # train.bin and val.bin, as nanoGPT's
-    python prepare_data.py arrays FOLDER            # train.npz and test.npz: images, labels
-    python prepare_data.py photos FOLDER            # CLASS/*, or train/CLASS/* and val/CLASS/*
-    python prepare_data.py objects FOLDER           # photos with boxes, in COCO's form
-    python prepare_data.py weights FILE             # nanoGPT's, timm's, DETR's, GPT-2's, ResNet-50
+    python prepare_data.py text notes.txt           # a text of your own; the list has more kinds
 
 What has one plain meaning is converted; the rest is refused, all faults at once. The scripts read:
 
@@ -27,14 +20,11 @@ What has one plain meaning is converted; the rest is refused, all faults at once
     kind objects          train.json, val.json: COCO's form; file_name is a path
     data/weights/NAME.pt  {model, config, data, script}, like a run's best.pt
 
-Photos are listed, never copied: open_photo shows them. data/NAME appears when it is complete; the
-same command again makes it anew. data/download keeps raw files, and a download goes on where it
-stopped. Nothing foreign is run, unpickled or changed.
+Photos are listed, not copied: open_photo shows them. data/NAME appears when it is complete. The
+same command makes it anew. Nothing foreign is run, unpickled or changed.
 """
 import argparse
 import contextlib
-import difflib
-import filecmp
 import hashlib
 import io
 import itertools
@@ -102,19 +92,13 @@ def note(message):
 
 def progress(items, what, total=0, done=0, size=lambda item: 1):
     """Yield the items of a long job, and print every ten seconds how far it is."""
-    before, start = done, time.perf_counter()
-    told = start
+    told = time.perf_counter()
     for item in items:
         yield item
         done += size(item)
-        now = time.perf_counter()
-        if now > told + 10:
-            told = now
-            line = f'{done:,} {what}'
-            if total:
-                left = (total - done) * (now - start) / (done - before) / 60
-                line = f'{done:,} of {total:,} {what} ({done / total:.0%}), {left:.1f} min left'
-            print(line, flush=True)
+        if time.perf_counter() > told + 10:
+            told = time.perf_counter()
+            print(f'{done:,}' + f' of {total:,}' * bool(total), what, flush=True)
 
 # ------------------------------------ prepare ------------------------------------
 def main(argv=None):
@@ -130,14 +114,10 @@ def main(argv=None):
         print('usage: python prepare_data.py NAME, or KIND PATH for what you have (--help)\n')
         for name, (_, _, about, *_) in {**DATASETS, **OWN}.items():
             print(f'{name:16}{about}')
-        print(end='', flush=True)
         return {}
     except KeyboardInterrupt:
         print('interrupted; run the same command again to continue', file=sys.stderr)
         raise SystemExit(130)
-    except BrokenPipeError:  # of `| head`, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(1)
     except OSError as error:  # no permission, disk full
         fail(f'{error.filename or args.what}: {error.strerror or error}')
     except ImportError as error:
@@ -162,17 +142,15 @@ def parse(argv):
     args = p.parse_intermixed_args(argv)
     what, path = args.what, args.path
     if what not in (None, *DATASETS, *OWN):
-        kind, known = 'photos' if os.path.isdir(what) else 'text', [*DATASETS, *OWN]
-        like = difflib.get_close_matches(what, known)
+        kind = 'photos' if os.path.isdir(what) else 'text'
         fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
-             if os.path.exists(what) else f'{what} is none of {", ".join(known)}'
-             + f': did you mean {" or ".join(like)}?' * bool(like))
+             if os.path.exists(what) else f'{what} is none of {", ".join([*DATASETS, *OWN])}')
     if what and (what in OWN) != (path is not None):
         fail(f'{", ".join(OWN)} take a PATH of yours, the others --from PATH')
     most = {'coco': 2, 'openwebtext': 21}.get(what, 1)
     if not 1 <= args.parts <= most:
         fail(f'--parts {args.parts}: use 1 to {most} with {what}')
-    if path and not path.exists():
+    if path and not (path.is_file() or path.is_dir()):
         fail(f'{path}: no such file or folder')
     if path and path.is_file() and what not in ('text', 'weights') and not (
             what == 'arrays' and path.suffix == '.npz'):
@@ -186,24 +164,25 @@ def prepare(args):
     final = choose_final(args, make)
     source, old = describe_source(args), read_final(final)
     had = old.get('source', source)
-    moved = had['place'] != source['place']  # which is meant if it is gone, and contents are equal
     another = (f'{final} is another, made by `{had["command"]} {had["place"]}`: give a --name, or '
                'delete it if you can do without it')
-    if had['command'] != source['command'] or moved and os.path.exists(had['place']):
+    if had['command'] != source['command']:
         fail(another)
-    remove_leftovers(final)
-    out = final.with_name(f'{final.name}.part-{os.getpid()}')
-    (out / 'new').mkdir(parents=True, exist_ok=True)
+    out = final.with_name(f'{final.name}.part')
+    if out.exists():
+        fail(f'{out} is there: another run makes it now, or was killed: then delete it')
+    (out / 'new').mkdir(parents=True)
     try:
         with gather(args, files) as paths:
             meta = make(paths, out / 'new', args)
         made = complete(meta, out / 'new', source)
-        if moved and meta['checksum'] != old['checksum']:
-            fail(another)
         if old:
             same = meta['checksum'] == old['checksum']
+            if not same and had != source:  # the source has not only moved
+                fail(another)
             note(f'{final} is made anew: its contents are ' + ('the same' if same else 'others'))
-        put_in_place(made, final, out / 'old')
+            final.rename(out / 'old')
+        made.rename(final)
     finally:
         shutil.rmtree(out, ignore_errors=True)
     finish(final, meta, script)
@@ -218,7 +197,7 @@ def choose_final(args, make):
         name = path.parent.name if name in ('model', 'pytorch_model') else name
     name = args.name = args.name or name
     final = DATA / 'weights' / f'{name}.pt' if make is weights else DATA / name
-    if (not re.fullmatch(r'[^./\\][^/\\]*', name) or name in ('builtin', 'download', 'weights')
+    if (not re.fullmatch(r'[^-./\\\n][^/\\\n]*', name) or name in ('builtin', 'download', 'weights')
             or final.absolute() == path):
         fail(f'{name} cannot be the name of the result in {DATA}/: give another one with --name')
     return final
@@ -237,20 +216,11 @@ def read_final(final):
     """What finished data or weights say of themselves; {} if they are not there."""
     if not final.exists():
         return {}
-    meta = read_json(final / 'meta.json') if final.is_dir() else read_checkpoint(final)
+    meta = read_checkpoint(final) if final.parent != DATA else read_json(final / 'meta.json')
     if type(meta.get('source')) is not dict:
         fail(f'{final} was not made by this version: delete it if you can do without it, or give '
              'another --name')
-    return {key: x for key, x in meta.items() if key != 'model'}
-
-def remove_leftovers(final):
-    """Delete what killed runs left behind, if it is older than an hour."""
-    for part in final.parent.glob('*.part-*'):
-        with contextlib.suppress(OSError):
-            newest = max(os.stat(path).st_mtime for path in (part, *part.rglob('*')))
-            if part.stem == final.name and newest < time.time() - 3600:
-                shutil.rmtree(part)
-                note(f'{part}, which a killed run had left, is removed')
+    return meta
 
 def complete(meta, folder, source):
     """Complete what is in the folder, and what it says of itself -> the finished folder or file."""
@@ -269,16 +239,6 @@ def complete(meta, folder, source):
     (folder / 'weights.pt').write_bytes(buffer.getbuffer())
     return folder / 'weights.pt'
 
-def put_in_place(made, final, aside):
-    """Give what was made its name. If another run was faster, its result stays."""
-    with contextlib.suppress(FileNotFoundError):
-        final.rename(aside)
-    try:
-        made.rename(final)
-    except OSError:
-        if not final.exists():
-            raise
-
 def finish(final, meta, script):
     """Say how much there is, draw some of it, and name the next command."""
     kind = meta.get('kind', 'weights')
@@ -293,8 +253,6 @@ def finish(final, meta, script):
             print(f'look at {final / "look.png"}: are these labels, boxes and colours right?')
         except Exception as error:  # a picture is not worth the data
             note(f'there is no look.png: {error} (it needs `pip install pillow`)')
-    if kind == 'tokens' and min(meta['train'], meta['val']) <= 64:
-        note('a split is shorter than a window of 64 tokens: --block-size makes it fit')
     print(f'next: python {next_command(final, meta, script)}')
 
 def next_command(final, meta, script):
@@ -303,7 +261,7 @@ def next_command(final, meta, script):
         most = meta.get('most_objects', 0)
         queries = f' --num-queries {3 * most}' if most > 4 else ''  # twelve, unless you say so
         shortest = min(meta['train'], meta['val']) if meta['kind'] == 'tokens' else math.inf
-        window = f' --block-size {shortest - 1}' if shortest <= 64 else ''
+        window = f' --block-size {shortest - 1}' if shortest <= 64 else ''  # by default 64
         return f'{script} --data {shlex.quote(final.name)}{queries}{window}'
     if script:  # a preset has all flags
         return script
@@ -342,12 +300,7 @@ def gather(args, files):
             fail(f'{path}: {wrong}' + ('; --no-verify takes it as it is' if path.exists() else ''))
         if wrong:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path.with_name(f'.{path.name}.lock'), 'w') as lock:
-                with contextlib.suppress(ImportError):  # Windows has no fcntl
-                    import fcntl
-                    fcntl.flock(lock, fcntl.LOCK_EX)  # wait for a run that gets the same file
-                if what_is_wrong(path, size, digest):  # it is not there now
-                    download(urls, path, size, digest)
+            download(urls, path, size, digest)
     try:
         yield paths
     except (OSError, ImportError):  # a full disk, a package that is missing
@@ -418,8 +371,7 @@ def what_is_wrong(path, size, digest):
 # ------------------------------------ files ------------------------------------
 SPLITS = dict(train='train', training='train', val='val', valid='val', validation='val',
               dev='val', test='test', testing='test', eval='test')
-HIDDEN = re.compile(r'\.|__MACOSX|@eaDir|@Recycle|#recycle|#snapshot|\$RECYCLE\.BIN|'
-                    r'System Volume Information|Thumbs\.db|desktop\.ini', re.I)
+HIDDEN = re.compile(r'\.|__MACOSX|@eaDir|#recycle|\$RECYCLE\.BIN|Thumbs\.db|desktop\.ini', re.I)
 ADVICE = {  # what to do with files of these endings
     '.zip': '`unzip -d {0.stem} {0}`, and name that folder',
     '.tar .tgz .gz .xz .bz2 .rar .7z': 'unpack {0} first, and name what was in it',
@@ -451,14 +403,11 @@ def list_files(folder):
     shown, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         place = Path(root).relative_to(folder)
-        plain = [name for name in names if not HIDDEN.match(name)]
-        shown += [place / name for name in plain]
+        shown += [place / name for name in names if not HIDDEN.match(name)]
         hidden += filter(HIDDEN.match, names + folders)
         here = os.path.realpath(root) + os.sep
         folders[:] = [name for name in folders if not HIDDEN.match(name)  # and no link upwards
                       and not here.startswith(os.path.realpath(os.path.join(root, name)) + os.sep)]
-        if not plain and not folders:
-            note(f'{folder / place} is an empty folder')
     if hidden:
         few = ', '.join(sorted({*hidden})[:5])
         note(f'{folder}: {len(hidden):,} hidden files or folders are left out, such as {few}')
@@ -503,7 +452,7 @@ def text_file(paths, out, args):
         start = file.read(1 << 16)
     wide = start[:2] in (b'\xff\xfe', b'\xfe\xff')
     try:
-        if start.count(0) > len(start) / 4 and not (wide or args.encoding):
+        if start.count(0) > len(start) * (0.6 if wide else 0.25) and not args.encoding:
             raise UnicodeError('it has more zeros than a text has')
         with open(path, encoding=args.encoding or ('utf-16' if wide else 'utf-8-sig')) as file:
             cut = sum(map(len, blocks(file))) * 9 // 10
@@ -526,14 +475,13 @@ def tokens(paths, out, args):
         fail(f'{meta} names the tokenizer {stated}: it must be gpt2 or bytes, or say --tokenizer')
     tokenizer = stated or 'gpt2'
     for path in (folder / 'train.bin', folder / 'val.bin'):
-        size = path.stat().st_size if path.exists() else 0
+        size = path.stat().st_size if path.is_file() else 0
         if size < 4 or size % 2:
-            fault('files', f'{path} has {size:,} bytes: it needs two for each token, 4 or more')
+            fault('files', f'{path} is missing or cut: it has {size:,} bytes, not two a token')
             continue
         ids = np.memmap(path, '<u2', 'r')
-        parts = [ids[i:i + (1 << 24)] for i in range(0, len(ids), 1 << 24)]
-        rows += [(path.stem, part) for part in parts]
-        highest = max(part.max() for part in progress(parts, 'blocks read', len(parts)))
+        rows += [(path.stem, ids[i:i + (1 << 24)]) for i in range(0, len(ids), 1 << 24)]
+        highest = ids.max()
         if not ids[1:1 << 24:2].any():
             fault('files', f'{path}: every other id is 0: they have more than 16 bits (uint16)')
         elif highest >= VOCAB_SIZE[tokenizer]:
@@ -660,7 +608,7 @@ def arrays(paths, out, args):
     if meta.exists():
         classes = read_json(meta).get('classes')
     if type(classes) is not list or len(classes) < 2 or not {*map(type, classes)} <= {str, int}:
-        fail(f'{meta} must be a JSON object with "classes", a list of two names or more')
+        fail(f'{folder} needs two classes or more: as labels, or as "classes": [...] in meta.json')
     classes = [*map(str, classes)]
     if texts:
         note(f'{folder}: labels are names: they become numbers in the order of the classes')
@@ -729,7 +677,7 @@ def as_labels(where, images, labels):
     n, given = len(images), f'{labels.dtype} {labels.shape}'
     if labels.dtype.kind == 'f' and (labels == labels.round()).all():  # nan is not, either
         labels = labels.astype(np.int64)
-    if labels.dtype.kind not in 'biuUS' or labels.shape not in [(n,), (n, 1)]:
+    if labels.dtype.kind not in 'biuUS' or not n or labels.shape not in [(n,), (n, 1)]:
         return fault('labels', f'{where}: labels are {given}, not {n} whole numbers or names')
     if labels.dtype.kind in 'US':
         return labels.reshape(-1).astype(str)
@@ -739,7 +687,7 @@ def as_labels(where, images, labels):
 
 def check_classes(where, names):
     """Names of classes must differ by more than spaces."""
-    known = {}
+    known = {'': 'no name'}
     for name in names:
         plain = ' '.join(name.split())
         if plain in known:
@@ -801,21 +749,14 @@ def photos(paths, out, args):
     """CLASS/*, or train/CLASS/* and val/CLASS/* (or test). Folders in a class are part of it."""
     folder, files = paths[0], list_files(paths[0])
     others = [folder / path for path in files if not is_photo(path)]
-    shown = {parent for path in files if is_photo(path) for parent in (folder / path).parents}
-    endings = Counter(path.suffix or path.name for path in others).most_common(9)
     if others:
+        endings = Counter(path.suffix or path.name for path in others).most_common(9)
         note(f'{folder}: left out are files that are no photos: '
              + ', '.join(f'{n:,} {ending}' for ending, n in endings))
-    for place in sorted({path.parent for path in others} - {folder, *shown}):
-        note(f'{place} has no photos')
     groups = split_photos(folder, photo_parts(files))
     if not groups:
         stop_at_faults(folder)
         fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
-    for path in others:
-        if path.stem.lower() in SPLITS and [*groups] == ['']:
-            fault('lists', f'{path} may list a split: make folders train/CLASS/* and val/CLASS/* '
-                  'of it, or take it out of the folder')
     splits = choose_splits(folder, groups, three=True)
     splits, bits = read_photos(splits, args.skip_faults)
     classes = sorted({photo.label for photo in splits[0]})
@@ -846,20 +787,12 @@ def split_photos(folder, rows):
     splits = {name: split_of(name) for name in sorted(deep) if split_of(name)}
     groups, flat = defaultdict(list), Counter()
     for parts, path in rows:
-        if len(parts) > 2 and not splits and split_of(parts[1]):
-            fault('folders', f'{folder / path}: if {parts[1]} is a split, its place is '
-                  f'{parts[1]}/{parts[0]}')
-    for split in {*splits.values()}:
-        alike = [name for name in splits if splits[name] == split]
-        if len(alike) > 1:
-            fault('folders', f'{folder}: {" and ".join(alike)} may each be {split}: leave one')
-    for parts, path in rows:
         split, inner = (splits.get(parts[0]), parts[1:]) if splits else ('', parts)
         if split is not None and len(inner) > 1:
             groups[split].append(Photo(folder / path, path.as_posix(), label=inner[0]))
         elif splits and parts[0] in deep - splits.keys():
-            fault('folders', f'{folder / path}: {", ".join(splits)} beside {parts[0]} are splits, '
-                  'and it is none: leave one kind in the folder')
+            fault('folders', f'{folder / path}: {", ".join(splits)} would be splits, and '
+                  f'{parts[0]} is none: leave one kind in the folder')
         elif splits and split_of(parts[0]) in ('train', 'val'):
             fault('photos in no class', f'{folder / path}: photos of {parts[0]} must be in class '
                   f'folders, {parts[0]}/CLASS/*')
@@ -882,7 +815,6 @@ class Photo:
     wrong: str = ''       # why it cannot be used
     crc: int = None       # of its file
     bits: int = 8
-    clear: bool = False   # whether one sees through it
     turned: str = ''      # what becomes of its EXIF
 
 def is_photo(path):
@@ -908,7 +840,6 @@ def read_photos(splits, skip):
     bits = max((photo.bits for photo in photos), default=8)
     counts = Counter(photo.turned for photo in photos if photo.turned)
     counts[f'have more than 8 bits: {bits} bits become 8'] = sum(photo.bits > 8 for photo in photos)
-    counts['are transparent in places: on white'] = sum(photo.clear for photo in photos)
     for what in +counts:
         note(f'of {len(photos):,} photos {counts[what]:,} {what}')
     note_copies('photos', [[(photo.crc, photo.size) for photo in part if not photo.wrong]
@@ -924,8 +855,6 @@ def examine(photo):
         with Image.open(photo.path) as stored:
             if stored.mode[0] == 'I':
                 photo.bits = max(8, int(np.asarray(stored).max()).bit_length())
-            if stored.has_transparency_data:
-                photo.clear = stored.convert('RGBA').getextrema()[3][0] < 255
             if stored.getexif().get(0x0112, 1) in range(2, 9):  # the camera was held otherwise
                 if photo.size != stored.size:
                     photo.turned = 'are turned upright, as their EXIF says'
@@ -934,8 +863,6 @@ def examine(photo):
         if shown.size != (photo.size or shown.size):
             photo.wrong = f'it has {shown.size} pixels, but {photo.size} in its annotations'
         photo.size = shown.size
-    except FileNotFoundError:
-        photo.wrong = 'there is no such photo'
     except Exception as error:  # Pillow raises half a dozen kinds
         photo.wrong = f'cannot be read as a photo: {error}'
 
@@ -1015,9 +942,9 @@ def objects(paths, out, args):
     if val - train:
         lacking = ', '.join(categories[id] for id in sorted(val - train))
         note(f'{folder}: no photo to train on shows {lacking}')
-    empty = [photo for part in splits for photo in part if not photo.boxes]
+    empty = sum(not photo.boxes for part in splits for photo in part)
     if empty:
-        note(f'{folder}: {len(empty):,} of {sum(map(len, splits)):,} photos have no objects')
+        note(f'{folder}: {empty:,} of {sum(map(len, splits)):,} photos have no objects')
     return write_objects(splits, categories, bits, out, args)
 
 def name_converter(files):
@@ -1091,19 +1018,18 @@ def listed_photo(folder, roots, path, entry):
     """A photo from an entry of COCO's `images`."""
     file = str(entry['file_name']).replace('\\', '/')  # written on Windows
     for name in file, file.split('/')[-1]:  # with folders that may be of another computer
-        places = [root / name for root in dict.fromkeys(roots) if (root / name).is_file()]
+        places = [place for place in dict.fromkeys(root / name for root in roots)
+                  if place.is_file()]
         if places:
             break
     place, *more = places or [roots[0] / file]
-    inside = place.is_relative_to(folder)
-    name = place.relative_to(folder).as_posix() if inside else place.name
+    name = Path(os.path.relpath(place, folder)).as_posix()
     size = number(entry.get('width')) or 0, number(entry.get('height')) or 0
     photo = Photo(place, name, size if min(size) > 0 else None, id=as_id(entry['id']))
     if not photo.size:
         fault('sizes', f'{path}: image {photo.id} ({file}) has no width or height', photo)
     for other in more:
-        if not filecmp.cmp(place, other, shallow=False):
-            fault('photos', f'{path}: image {photo.id} may be {place}, or {other}', photo)
+        fault('photos', f'{path}: image {photo.id} may be {place}, or {other}', photo)
     return photo
 
 def number(x):
@@ -1233,10 +1159,9 @@ def weights(paths, out, args):
     path, heads = paths[0], args.heads or HEADS.get(args.what)
     if path.is_dir():
         files = [path / name for name in ('model.safetensors', 'pytorch_model.bin')]
-        if [*path.glob('*.index.json')] and not any(file.exists() for file in files):
-            fail(f'{path} has its weights in several files (shards): save them as one, as in '
-                 "model.save_pretrained(..., max_shard_size='100GB')")
-        path = next((file for file in files if file.exists()), files[0])
+        path = next((file for file in files if file.exists()), None) or fail(
+            f'{path} has no model.safetensors or pytorch_model.bin: if there are shards, save one '
+            "file, as in model.save_pretrained(..., max_shard_size='100GB')")
     saved = read_checkpoint(path)
     w, told = plain_tensors(path, saved), told_settings(path, saved)
     fits = {form: {key for key in w if re.fullmatch(names, key)}
@@ -1247,6 +1172,9 @@ def weights(paths, out, args):
         fail(f'{path} is no {", ".join(FORMS)}: its tensors are {", ".join([*w][:3])} ...')
     for key in [key for key in w if key not in fits[form]]:
         fault('tensors', f'{path}: a {form} has no place for its {key}')
+    for key, p in w.items():
+        if not p.is_floating_point() or not p.isfinite().all():
+            fault('tensors', f'{path}: its {key} ({p.dtype}) must hold floats, all finite')
     if form in ('DETR', 'ResNet-50') and not [key for key in w if 'layer4.2.conv3' in key]:
         fault('tensors', f'{path}: its backbone is no ResNet-50')
     for setting, value in FIXED.items():
@@ -1261,8 +1189,8 @@ def weights(paths, out, args):
     stop_at_faults(path)
     try:
         config = settings(form, w, stated)
-    except KeyError as error:
-        fail(f'{path} lacks {error}, which a {form} has')
+    except (KeyError, IndexError) as error:
+        fail(f'{path} lacks what a {form} has: {error!r}')
     if form == 'ResNet-50':
         w = {'backbone.0.body.' + key: p for key, p in w.items()}
     checksum = 0
@@ -1379,9 +1307,7 @@ def draw(folder, meta):
                 pen.rectangle(pen.textbbox((x + 3, y + 1), name), 'black')
                 pen.text((x + 3, y + 1), name, 'white')
             n += 1
-    buffer = io.BytesIO()
-    sheet.save(buffer, 'png')
-    (folder / 'look.png').write_bytes(buffer.getbuffer())
+    sheet.save(folder / 'look.png')
 
 def examples(folder, meta, split, count):
     """Yield a few images of data that are there, spread over them: (text, image, boxes), of which
