@@ -425,11 +425,12 @@ def test_every_variant_has_its_gradient(variant):
         for p, d in zip(parameters, direction):
             p.add_(d, alpha=step)
         return variant.loss(variant.forward(model, x)).item()
-    gaps = []
     for h in 1e-5, 1e-6, 1e-7:  # a kink of a ReLU may lie within one of these steps
-        gaps.append(abs((move(h) - move(-2 * h)) / (2 * h) - slope))
+        quotient = (move(h) - move(-2 * h)) / (2 * h)
         move(h)
-    assert min(gaps) < 1e-6 * (1 + abs(slope)), gaps
+        if abs(quotient - slope) < 1e-6 * (1 + abs(slope)):
+            return
+    raise AssertionError(f'the slope is {quotient}, and backward says {slope}')
 
 @for_every_variant
 def test_every_variant_sees_no_later_token(variant):
@@ -461,16 +462,13 @@ def test_every_variant_starts_as_softmax(variant):
 
 @for_every_variant
 def test_every_variant_runs_anywhere(variant):
-    """On a device without numbers, where a tensor left on the CPU raises; in float32, as training
-    starts, with finite gradients; in half precision."""
-    layers = {name: 1 for name in vars(variant.c) if re.search('^depth$|_layers?$', name)}
-    small = dataclasses.replace(variant.c, **layers)
-    model, x = variant.make(small).to('meta'), variant.x.to('meta')
-    with patch('torch.autocast', lambda *a, **k: contextlib.nullcontext()):  # it knows no meta
-        out = variant.forward(model, x)
-    assert out.device.type == 'meta' and len(out) == 2
+    """On any device, which each new tensor must be told; as training starts, in float32, with
+    finite gradients; in half precision."""
     model, x = variant.make(variant.c).to(DEVICE), variant.x.to(DEVICE)
-    whole = variant.loss(variant.forward(model, x))
+    with torch.device('meta'):  # a tensor that is told no device ends there, and cannot be used
+        out = variant.forward(model, x)
+    assert out.device == x.device and len(out) == 2, out.device
+    whole = variant.loss(out)
     whole.backward()
     for name, p in model.named_parameters():
         assert p.grad is None or p.grad.isfinite().all(), f'the gradient of {name} is not finite'
@@ -1820,7 +1818,7 @@ def test_stopped_and_resumed(tmp_path):
 
 def test_killed(tmp_path):
     """By SIGKILL, at a moment that nobody chose."""
-    flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 120, '--eval-interval', 20)
+    flags = tiny(gpt, tmp_path, *CPU, '--max-iters', 60, '--eval-interval', 10)
     out = tmp_path / 'killed'
     process = subprocess.Popen([sys.executable, gpt.__file__, *flags, '--out-dir', str(out)],
                                stdout=subprocess.DEVNULL)
@@ -1829,7 +1827,7 @@ def test_killed(tmp_path):
         time.sleep(0.01)
     time.sleep(0.15)
     process.kill()
-    assert process.wait() == -signal.SIGKILL and checkpoint(gpt, out)['progress'][0] < 120
+    assert process.wait() == -signal.SIGKILL and checkpoint(gpt, out)['progress'][0] < 60
     same_runs(done(gpt, *flags), done(gpt, *flags, '--resume', '--out-dir', out))
 
 @wants('PIL')
@@ -1852,11 +1850,10 @@ def test_never_scored_again(tmp_path):
         with patch.object(script, 'CODE', 1):
             refuse(script, ['has changed', 'without --resume'], *flags, '--resume')
             assert 'has changed' in run(script, *use).out, script.SCRIPT
-        if script is not mask:  # whose last weights are judged
-            newer = done(script, *flags, '--seed', 1)['folder']
-            for file in tmp_path.glob(f'out/{script.SCRIPT}/*/ckpt.pt'):
-                file.unlink()
-            assert f'run     {newer}\n' in run(script, *use).out, script.SCRIPT
+    newer = done(gpt, *tiny(gpt, tmp_path, *CPU, '--seed', 1))['folder']
+    for file in tmp_path.glob('out/attentionx_gpt/*/ckpt.pt'):
+        file.unlink()
+    assert f'run     {newer}\n' in run(gpt, 'sample', '--out-dir', tmp_path / 'out').out
 
 def test_runs_are_named_by_their_command(tmp_path):
     """The same command takes the next free name or, with --resume, continues its newest run, or
@@ -3260,8 +3257,8 @@ def test_exercises(tmp_path):
         module.linear_accuracy = lambda data: 0.5
         for name, _, values in (sweep.partition('=') for sweep in o.sweep):
             for flag in (compare.flag_of(name, value) for value in values.split(',')):
-                flags = *rest, *short_run(script, tmp_path), flag
-                assert done(module, *flags)['step'] == 6, (command, flag)
+                flags = *rest, *short_run(script, tmp_path), '--max-iters', 2, flag
+                assert done(module, *flags)['step'] == 2, (command, flag)
 
 @wants('scipy', 'matplotlib')
 def test_pictures_of_the_texts():
