@@ -1044,7 +1044,7 @@ def parse(argv):
     given = vars(p.parse_args(words))
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
-        if type(x) is int and x < 0 <= getattr(Config, name):
+        if type(x) is int and x < 0 <= (getattr(Config, name) or 0):
             fail(f'{flag} {x} is less than 0')
         if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
