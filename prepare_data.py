@@ -25,6 +25,7 @@ same command makes it anew. Nothing foreign is run, unpickled or changed.
 """
 import argparse
 import contextlib
+import difflib
 import hashlib
 import io
 import itertools
@@ -92,13 +93,19 @@ def note(message):
 
 def progress(items, what, total=0, done=0, size=lambda item: 1):
     """Yield the items of a long job, and print every ten seconds how far it is."""
-    told = time.perf_counter()
+    before, start = done, time.perf_counter()
+    told = start
     for item in items:
         yield item
         done += size(item)
-        if time.perf_counter() > told + 10:
-            told = time.perf_counter()
-            print(f'{done:,}' + f' of {total:,}' * bool(total), what, flush=True)
+        now = time.perf_counter()
+        if now > told + 10:
+            told = now
+            line = f'{done:,} {what}'
+            if total:
+                left = (total - done) * (now - start) / (done - before) / 60
+                line = f'{done:,} of {total:,} {what}, {left:.1f} min left'
+            print(line, flush=True)
 
 # ------------------------------------ prepare ------------------------------------
 def main(argv=None):
@@ -114,10 +121,14 @@ def main(argv=None):
         print('usage: python prepare_data.py NAME, or KIND PATH for what you have (--help)\n')
         for name, (_, _, about, *_) in {**DATASETS, **OWN}.items():
             print(f'{name:16}{about}')
+        print(end='', flush=True)
         return {}
     except KeyboardInterrupt:
         print('interrupted; run the same command again to continue', file=sys.stderr)
         raise SystemExit(130)
+    except BrokenPipeError:  # of `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(1)
     except OSError as error:  # no permission, disk full
         fail(f'{error.filename or args.what}: {error.strerror or error}')
     except ImportError as error:
@@ -142,9 +153,11 @@ def parse(argv):
     args = p.parse_intermixed_args(argv)
     what, path = args.what, args.path
     if what not in (None, *DATASETS, *OWN):
-        kind = 'photos' if os.path.isdir(what) else 'text'
+        kind, known = 'photos' if os.path.isdir(what) else 'text', [*DATASETS, *OWN]
+        like = difflib.get_close_matches(what, known)
         fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
-             if os.path.exists(what) else f'{what} is none of {", ".join([*DATASETS, *OWN])}')
+             if os.path.exists(what) else f'{what} is none of {", ".join(known)}'
+             + f': did you mean {" or ".join(like)}?' * bool(like))
     if what and (what in OWN) != (path is not None):
         fail(f'{", ".join(OWN)} take a PATH of yours, the others --from PATH')
     most = {'coco': 2, 'openwebtext': 21}.get(what, 1)
@@ -168,10 +181,9 @@ def prepare(args):
                'delete it if you can do without it')
     if had['command'] != source['command']:
         fail(another)
-    out = final.with_name(f'{final.name}.part')
-    if out.exists():
-        fail(f'{out} is there: another run makes it now, or was killed: then delete it')
-    (out / 'new').mkdir(parents=True)
+    remove_leftovers(final)
+    out = final.with_name(f'{final.name}.part-{os.getpid()}')
+    (out / 'new').mkdir(parents=True, exist_ok=True)
     try:
         with gather(args, files) as paths:
             meta = make(paths, out / 'new', args)
@@ -181,8 +193,7 @@ def prepare(args):
             if not same and had != source:  # the source has not only moved
                 fail(another)
             note(f'{final} is made anew: its contents are ' + ('the same' if same else 'others'))
-            final.rename(out / 'old')
-        made.rename(final)
+        put_in_place(made, final, out / 'old')
     finally:
         shutil.rmtree(out, ignore_errors=True)
     finish(final, meta, script)
@@ -222,6 +233,15 @@ def read_final(final):
              'another --name')
     return meta
 
+def remove_leftovers(final):
+    """Delete what killed runs left behind, if it is older than an hour."""
+    for part in final.parent.glob('*.part-*'):
+        with contextlib.suppress(OSError):
+            newest = max(os.stat(path).st_mtime for path in (part, *part.rglob('*')))
+            if part.stem == final.name and newest < time.time() - 3600:
+                shutil.rmtree(part)
+                note(f'{part}, which a killed run had left, is removed')
+
 def complete(meta, folder, source):
     """Complete what is in the folder, and what it says of itself -> the finished folder or file."""
     model = meta.pop('model', None)
@@ -238,6 +258,16 @@ def complete(meta, folder, source):
     torch.save(dict(meta, model=model), buffer)
     (folder / 'weights.pt').write_bytes(buffer.getbuffer())
     return folder / 'weights.pt'
+
+def put_in_place(made, final, aside):
+    """Give what was made its name. If another run was faster, its result stays."""
+    with contextlib.suppress(FileNotFoundError):
+        final.rename(aside)
+    try:
+        made.rename(final)
+    except OSError:
+        if not final.exists():
+            raise
 
 def finish(final, meta, script):
     """Say how much there is, draw some of it, and name the next command."""
@@ -403,11 +433,14 @@ def list_files(folder):
     shown, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         place = Path(root).relative_to(folder)
-        shown += [place / name for name in names if not HIDDEN.match(name)]
+        plain = [name for name in names if not HIDDEN.match(name)]
+        shown += [place / name for name in plain]
         hidden += filter(HIDDEN.match, names + folders)
         here = os.path.realpath(root) + os.sep
         folders[:] = [name for name in folders if not HIDDEN.match(name)  # and no link upwards
                       and not here.startswith(os.path.realpath(os.path.join(root, name)) + os.sep)]
+        if not plain and not folders:
+            note(f'{folder / place} is an empty folder')
     if hidden:
         few = ', '.join(sorted({*hidden})[:5])
         note(f'{folder}: {len(hidden):,} hidden files or folders are left out, such as {few}')
@@ -749,14 +782,21 @@ def photos(paths, out, args):
     """CLASS/*, or train/CLASS/* and val/CLASS/* (or test). Folders in a class are part of it."""
     folder, files = paths[0], list_files(paths[0])
     others = [folder / path for path in files if not is_photo(path)]
+    shown = {parent for path in files if is_photo(path) for parent in (folder / path).parents}
     if others:
         endings = Counter(path.suffix or path.name for path in others).most_common(9)
         note(f'{folder}: left out are files that are no photos: '
              + ', '.join(f'{n:,} {ending}' for ending, n in endings))
+    for place in sorted({path.parent for path in others} - {folder, *shown}):
+        note(f'{place} has no photos')
     groups = split_photos(folder, photo_parts(files))
     if not groups:
         stop_at_faults(folder)
         fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
+    for path in others:
+        if path.stem.lower() in SPLITS and [*groups] == ['']:
+            fault('lists', f'{path} may list a split: make folders train/CLASS/* and val/CLASS/* '
+                  'of it, or take it out of the folder')
     splits = choose_splits(folder, groups, three=True)
     splits, bits = read_photos(splits, args.skip_faults)
     classes = sorted({photo.label for photo in splits[0]})
@@ -787,6 +827,14 @@ def split_photos(folder, rows):
     splits = {name: split_of(name) for name in sorted(deep) if split_of(name)}
     groups, flat = defaultdict(list), Counter()
     for parts, path in rows:
+        if len(parts) > 2 and not splits and split_of(parts[1]):
+            fault('folders', f'{folder / path}: if {parts[1]} is a split, its place is '
+                  f'{parts[1]}/{parts[0]}')
+    for split in {*splits.values()}:
+        alike = [name for name in splits if splits[name] == split]
+        if len(alike) > 1:
+            fault('folders', f'{folder}: {" and ".join(alike)} may each be {split}: leave one')
+    for parts, path in rows:
         split, inner = (splits.get(parts[0]), parts[1:]) if splits else ('', parts)
         if split is not None and len(inner) > 1:
             groups[split].append(Photo(folder / path, path.as_posix(), label=inner[0]))
@@ -815,6 +863,7 @@ class Photo:
     wrong: str = ''       # why it cannot be used
     crc: int = None       # of its file
     bits: int = 8
+    clear: bool = False   # whether one sees through it
     turned: str = ''      # what becomes of its EXIF
 
 def is_photo(path):
@@ -840,6 +889,7 @@ def read_photos(splits, skip):
     bits = max((photo.bits for photo in photos), default=8)
     counts = Counter(photo.turned for photo in photos if photo.turned)
     counts[f'have more than 8 bits: {bits} bits become 8'] = sum(photo.bits > 8 for photo in photos)
+    counts['are transparent in places: on white'] = sum(photo.clear for photo in photos)
     for what in +counts:
         note(f'of {len(photos):,} photos {counts[what]:,} {what}')
     note_copies('photos', [[(photo.crc, photo.size) for photo in part if not photo.wrong]
@@ -855,6 +905,8 @@ def examine(photo):
         with Image.open(photo.path) as stored:
             if stored.mode[0] == 'I':
                 photo.bits = max(8, int(np.asarray(stored).max()).bit_length())
+            if stored.has_transparency_data:
+                photo.clear = stored.convert('RGBA').getextrema()[3][0] < 255
             if stored.getexif().get(0x0112, 1) in range(2, 9):  # the camera was held otherwise
                 if photo.size != stored.size:
                     photo.turned = 'are turned upright, as their EXIF says'

@@ -2228,8 +2228,8 @@ def test_door_refuses_texts_and_arrays(tmp_path):
         'text wide.txt': 'zeros / utf-16-le', 'wide.txt': 'text wide', 'pile': 'none of',
         'text latin.txt --encoding x': 'unknown encoding', 'text few.txt': '1 to validate on',
         'text full.txt': 'zeros', 'text few.txt --name ../x': 'give another one',
-        'text few.txt --name=-x': 'give another one', 'cifar': 'none of',
-        'coco --parts 3': '1 to 2',
+        'text few.txt --name=-x': 'give another one', 'cifar': 'did you mean cifar10',
+        'photo nano': 'photos?', 'coco --parts 3': '1 to 2',
         'shakespeare --from few.txt': '3 bytes instead of / --no-verify',
         'tokens wide': 'train.bin / uint16', 'tokens high': 'id 60000, first at 1 / header',
         'tokens low': 'no id exceeds 98', 'tokens empty': ' 0 bytes / 3 bytes / faults: 2',
@@ -2302,8 +2302,10 @@ def test_door_reads_photos(tmp_path):
     paint_classes(tmp_path / 'odd', 'bus train')  # a class may be called so
     paint(tmp_path / 'odd/bus/5.png', np.full((8, 8), 3000, np.uint16))
     paint(tmp_path / 'odd/train/5.png', flat(8, 12, 5), turned=6)
+    paint(tmp_path / 'odd/train/6.png', np.full((8, 12, 4), 99, np.uint8))
     write(tmp_path / 'odd/train/notes.txt', '')
     write(tmp_path / 'odd/.cache/1.png', '')
+    (tmp_path / 'odd/van').mkdir()
     for command, want, said in (
             ('pets', dict(train=[x for x in pets if x[1][2] != '0.png'],
                           test=[x for x in pets if x[1][2] == '0.png']), ['one split']),
@@ -2312,7 +2314,8 @@ def test_door_reads_photos(tmp_path):
             ('b', dict(train=rows('seg_train', ten), test=rows('seg_test', range(20, 25))), []),
             ('three', dict(train=rows('train', ten), val=rows('valid', range(20, 25)),
                            test=rows('test', range(40, 43))), []),
-            ('odd', None, ['1 are turned', '12 bits become 8', '1 .txt', 'such as .cache'])):
+            ('odd', None, ['1 are turned', '12 bits become 8', '1 are transparent', '1 .txt',
+                           'such as .cache', 'odd/van is an empty folder'])):
         final, meta, out = prepared(tmp_path, f'photos {command}')
         assert want in (None, held(final)), (command, held(final))
         assert all(word in out for word in said), (command, out)
@@ -2335,6 +2338,11 @@ def test_door_refuses_photos(tmp_path):
     paint_classes(tmp_path / 'lone/test', first=20)
     paint_classes(tmp_path / 'spaces', 'cat dog')
     (tmp_path / 'spaces/dog').rename(tmp_path / 'spaces/cat ')
+    paint_classes(tmp_path / 'inside', 'cat/train cat/val dog/train dog/val')
+    paint_classes(tmp_path / 'both/train')
+    paint_classes(tmp_path / 'both/training', first=20)
+    paint_classes(tmp_path / 'listed')
+    write(tmp_path / 'listed/meta/train.txt', 'cat/1.png')
     paint_classes(tmp_path / 'data')
     paint_classes(tmp_path / 'broken')
     for i in range(5):
@@ -2343,7 +2351,9 @@ def test_door_refuses_photos(tmp_path):
         'photos beside': 'train / green', 'photos lacks': 'eel',
         'photos lacks/train/cat --name x': 'CLASS/',
         'photos lone': 'val and test / no train', 'photos spaces': '"cat" and "cat "',
-        'photos .': 'move or rename', 'photos data': 'move or rename',
+        'photos inside': 'train/cat', 'photos both': 'train and training',
+        'photos listed': 'train.txt may list', 'photos .': 'move or rename',
+        'photos data': 'move or rename',
         'photos broken': 'cat/1.png / cat/2.png / faults: 5 (5 photos) / --skip-faults'})
     _, meta, out = prepared(tmp_path, 'photos broken --skip-faults')
     assert meta['train'] + meta['test'] == 15 and out.count('fault ') == 5, out
@@ -2652,22 +2662,32 @@ def test_door_archives(tmp_path):
         refused(path, {command: 'not the archive'})
 
 def test_door_leaves_nothing_half_made(tmp_path):
-    """After a kill, while another run makes it, after an error."""
+    """After a kill, of two runs at once, after an error."""
     write(tmp_path / 'notes.txt', TEXT)
-    final = prepared(tmp_path, 'text notes.txt')[0]
-    before, make = contents(final), prepare_data.complete
+    part = tmp_path / 'data/notes.part-1'
+    for age, there in (0, True), (4000, False):
+        part.mkdir(parents=True, exist_ok=True)
+        os.utime(part, (time.time() - age,) * 2)
+        shutil.rmtree(tmp_path / 'data/notes', ignore_errors=True)
+        final = prepared(tmp_path, 'text notes.txt')[0]
+        assert part.exists() == there
+    whole, make = prepare_data.put_in_place, prepare_data.complete
+    def slower(made, *more):  # another run ends first
+        with patch.object(prepare_data, 'put_in_place', whole), \
+                patch.object(prepare_data.os, 'getpid', lambda: 7):
+            prepared(tmp_path, 'text notes.txt')
+        return whole(made, *more)
+    with patch.object(prepare_data, 'put_in_place', slower):
+        prepared(tmp_path, 'text notes.txt')
+    assert [path.name for path in (tmp_path / 'data').iterdir()] == ['notes']
+    before = contents(final)
     write(tmp_path / 'notes.txt', TEXT + 'more')
     def full(*args):
         make(*args)
         raise OSError(28, 'No space left on device')
     with patch.object(prepare_data, 'complete', full):
         refused(tmp_path, {'text notes.txt': 'No space left'})
-    part = tmp_path / 'data/notes.part'
-    assert contents(final) == before and not part.exists()
-    part.mkdir()
-    refused(tmp_path, {'text notes.txt': 'data/notes.part is there'})
-    assert contents(final) == before and part.exists()
-    part.rmdir()
+    assert contents(final) == before
     assert 'are others' in prepared(tmp_path, 'text notes.txt')[2]
 
 # ------------------------------------ the command line ------------------------------------
