@@ -1786,9 +1786,8 @@ def test_stopped_and_resumed(tmp_path):
     stops, to the last bit. The last row trains a teacher first."""
     pictures = bool(importlib.util.find_spec('matplotlib'))
     for n, (script, flags, *stops) in enumerate((
-            (gpt, '--dropout 0.1', (0, 'save'), (1, 'evaluate'), (0, 'write_log'), (4, 'get_batch'),
-             (1, 'save'), (0, 'report')),
-            (gpt, '--dtype float16 --dropout 0.1', (10, 'get_batch')),
+            (gpt, '--dtype float16 --dropout 0.1', (0, 'save'), (1, 'evaluate'), (0, 'write_log'),
+             (4, 'get_batch'), (1, 'save'), (0, 'report')),
             (vit, '--dtype float16 --dropout 0.1', (10, 'get_batch')),
             (detr, '--dtype float16 --dropout 0.1', (10, 'get_batch')),
             (mask, '--dtype float16', (10, 'get_batch')),
@@ -1961,13 +1960,12 @@ def test_not_finite(tmp_path):
            '--warmup-iters', 0, '--learning-rate', 4e9, '--eval-interval', 1)
 
 def one_of_two(commands):
-    """What each process of the next test does."""
-    for name, argv, stop in commands:
+    """What each process of the next test does: of each command, until Ctrl-C in a get_batch."""
+    for argv, stop in commands:
         os.environ['MASTER_PORT'] = str(int(os.environ['MASTER_PORT']) + 1)  # each meets at its own
-        script = importlib.import_module(name)
-        with quick_report(), interrupted(script, stop), patch('atexit.register'):
+        with quick_report(), interrupted(gpt, stop), patch('atexit.register'):
             try:
-                script.main(argv)
+                gpt.main(argv)
             except SystemExit as error:
                 assert error.code == 130 and stop, error.code
         torch.distributed.destroy_process_group()
@@ -1975,19 +1973,12 @@ def one_of_two(commands):
 @loopback()
 def test_two_processes(tmp_path):
     """They end with the weights of one, also when stopped and resumed."""
-    commands, both = [], tmp_path / 'both'
-    for script in gpt, vit, detr:
-        flags = tiny(script, tmp_path, *CPU, '--warmup-iters', 3, '--batch-size', 2,
-                     '--grad-accum-steps', 4 if script is gpt else 2)
-        flags += ['--mix'] * (script is vit)
-        done(script, *flags)
-        flags += '--out-dir', str(both)
-        if script is gpt:
-            commands.append((script.SCRIPT, flags, 10))
-        commands.append((script.SCRIPT, ['--resume', *flags], None))
+    flags = tiny(gpt, tmp_path, *CPU, '--warmup-iters', 3, '--batch-size', 2,
+                 '--grad-accum-steps', 4)
+    both = [*flags, '--out-dir', str(tmp_path / 'both')]
     code = 'import json, sys, test_all; test_all.one_of_two(json.loads(sys.argv[1]))'
-    command = [sys.executable, '-c', code, json.dumps(commands)]
-    port = 10000 + 8 * os.getpid() % 20000  # and the next five: no other suite's
+    command = [sys.executable, '-c', code, json.dumps([(both, 10), (['--resume', *both], None)])]
+    port = 10000 + 8 * os.getpid() % 20000  # and the next two: no other suite's
     env = dict(os.environ, PYTHONPATH=str(HERE), WORLD_SIZE='2', TORCHELASTIC_RUN_ID='test',
                MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))  # as torchrun gives them
     two = [subprocess.Popen(command, env={**env, 'RANK': rank, 'LOCAL_RANK': rank}, text=True,
@@ -1999,16 +1990,24 @@ def test_two_processes(tmp_path):
     finally:
         for process in two:
             process.kill()
-    files = sorted(file.relative_to(both) for file in both.rglob('ckpt.pt'))
-    assert files == sorted(file.relative_to(tmp_path / 'out')
-                           for file in tmp_path.glob('out/*/*/ckpt.pt')) and len(files) == 3, files
-    for file in files:
-        got, want = load(both / file), load(tmp_path / 'out' / file)
-        assert got['progress'][0] == want['progress'][0], file
-        for a, b in zip(got['progress'][2][1:], want['progress'][2][1:]):  # of the logs
-            assert abs(a['loss'] - b['loss']) < 1e-4 * (0.01 + b['loss']), (file, a, b)
-        for name, p in got['model'].items():  # Adam makes steps of rounding, too
-            close(p, want['model'][name], 1e-3)
+    done(gpt, *flags)
+    want, got = [checkpoint(gpt, tmp_path / out) for out in ('out', 'both')]
+    assert got['progress'][0] == want['progress'][0] == 6, got['progress']
+    for a, b in zip(got['progress'][2][1:], want['progress'][2][1:], strict=True):  # of the logs
+        assert abs(a['loss'] - b['loss']) < 1e-4 * (0.01 + b['loss']), (a, b)
+    for name, p in got['model'].items():  # Adam makes steps of rounding, too
+        close(p, want['model'][name], 1e-3)
+
+def test_processes_share_a_step(tmp_path):
+    """The second of two takes every other micro-batch, and their gradients are summed."""
+    for script in gpt, vit, detr:
+        c = script.parse(tiny(script, tmp_path, *CPU, '--grad-accum-steps', 4))[1]
+        with (patch.multiple(script, WORLD=2, RANK=1), QUIET,
+              patch.object(script, 'get_batch', wraps=script.get_batch) as get_batch,
+              patch('torch.distributed.all_reduce') as summed):
+            script.train(c)
+        assert {call.args[3] for call in get_batch.call_args_list} == {1, 3}, script.SCRIPT
+        assert summed.call_count >= 6 * 10, script.SCRIPT
 
 def test_one_graph(tmp_path):
     """--compile makes one graph of each script's model."""
