@@ -1152,6 +1152,6 @@ def main(argv=()):
 ACTIONS = {'train': train_and_report, 'predict': predict}
 
 if __name__ == '__main__':
-    if sys.stdout:  # a console may lack a character
+    if hasattr(sys.stdout, 'reconfigure'):  # a console, which may lack a character
         sys.stdout.reconfigure(errors='replace')
     main(sys.argv[1:])

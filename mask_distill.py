@@ -1073,6 +1073,6 @@ ACTIONS = {'train': train_and_report, 'teacher': train_teacher, 'sample': sample
            'criteria': criteria}
 
 if __name__ == '__main__':
-    if sys.stdout:  # a console may lack a character
+    if hasattr(sys.stdout, 'reconfigure'):  # a console, which may lack a character
         sys.stdout.reconfigure(errors='replace')
     main(sys.argv[1:])
