@@ -265,8 +265,8 @@ def sharpen(x, power):
 # To try your own problem, write solve(q, k, c, is_self) -> x as l2 is, and add a row like l2's. Run
 # it with --cross-attention NAME. k (B, nh, N + n, hs) are keys or values, as --rebuild-from says,
 # centred if --centre; then n random tokens. x (B, nh, Q, N + n) must be 0 where k is 0, on padding.
-# It is sharpened afterwards, unless --power 0. A row makes a layer, row(c, is_self). A class extends
-# Attention; if it has another `mix`, it needs its `coefficients`, too, which pictures show.
+# It is sharpened afterwards, unless --power 0. A row makes a layer, row(c, is_self). A class
+# extends Attention; if it has another `mix`, it needs its `coefficients`, too, which pictures show.
 vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
     'softmax': MultiheadAttention,                                           # [OA Sec. 2]
@@ -1374,7 +1374,7 @@ def train_and_report(c):
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
     if 0 < c.max_iters <= c.warmup_iters:
-        print('note    training ends within its warmup: the rate will not reach its peak')
+        print('note    training ends within --warmup-iters: the rate will not reach its peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -1432,7 +1432,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; --resume continues a training run from its last checkpoint')
+        print('\nstopped; --resume continues a training command from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

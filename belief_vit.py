@@ -1086,7 +1086,7 @@ def train_and_report(c):
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
     if 0 < c.max_iters <= c.warmup_iters:
-        print('note    training ends within its warmup: the rate will not reach its peak')
+        print('note    training ends within --warmup-iters: the rate will not reach its peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)
@@ -1144,7 +1144,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; --resume continues a training run from its last checkpoint')
+        print('\nstopped; --resume continues a training command from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

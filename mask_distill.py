@@ -880,7 +880,8 @@ def criteria(c):
     data = load_data(c)
     if data.meta['checksum'] != saved['data']['checksum']:
         print('note    that run was trained on other data')
-    print(f'judging on {c.eval_rows or "all"} validation sequences (--judge-rows)', flush=True)
+    print(f'judging on {c.eval_rows or "all"} validation sequences (--judge-rows 64 is quicker)',
+          flush=True)
     return print_criteria(c, student, teacher, data)
 
 # ------------------------------------ runs ------------------------------------
@@ -1064,7 +1065,7 @@ def main(argv=()):
             torch.set_num_threads(c.threads)
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; --resume continues a training run from its last checkpoint')
+        print('\nstopped; --resume continues a training command from its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)
