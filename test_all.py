@@ -1066,6 +1066,7 @@ def mask_golden_model():
 def test_mask_student_and_its_loss():
     """A copy of the teacher, with masks. KL and L1 by their formulas, in float32."""
     teacher, idx = mask_golden_model()
+    close(teacher(idx, last=True), teacher(idx)[:, -1:], 1e-12)
     for learn, trained in (('alphas', {'alpha'}), ('attention', {'alpha', 'c_attn', 'c_proj'})):
         model = mask.make_student(teacher, mask_config(masks='window:24', learn=learn))
         close(model(idx), teacher(idx), 1e-12)  # a window of all 24 tokens
