@@ -1174,6 +1174,8 @@ def draw_found(path, examples, answers, classes):
     side = 6 if len(examples) == 1 else 4  # of one picture, in inches
     figure = Figure(figsize=(side * len(examples), 2 * side), layout='tight')
     axes = figure.subplots(2, len(examples), squeeze=False)
+    dotted = '; dotted: what is there' if 'annotations' in examples[0][1] else ''
+    axes[0, 0].set_title(f'what is found{dotted}')
     axes[1, 0].set_title('where the highest-scoring query looks')
     for column, (image, target), (found, seen) in zip(axes.T, examples, answers):
         height, width = target['orig_size']
@@ -1235,7 +1237,7 @@ def detect(c):
              meta['classes'])
     if not answers:
         fail('none of --images can be read')
-    print(f'files   {folder}: what was found, drawn')
+    print(f'files   {folder}: what was found, drawn; the last in {file}')
     return answers
 
 # ------------------------------------ runs ------------------------------------
@@ -1341,7 +1343,8 @@ def draw_curves(path, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
+        first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
+        rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)

@@ -731,7 +731,8 @@ def draw_curves(path, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
+        first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
+        rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)

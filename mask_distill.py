@@ -775,7 +775,7 @@ def train(c, folder=None, data=None, teacher=None):
             save(folder, 'ckpt.pt', dict(
                 weights, settings=asdict(c), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), progress=(step, seconds, log)))
-            print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4f}', flush=True)
+            print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4g}', flush=True)
         if step >= c.max_iters:
             return model, log
 
@@ -790,7 +790,7 @@ def train(c, folder=None, data=None, teacher=None):
         step += 1
         if c.log_interval and step % c.log_interval == 0:
             pace = (seconds - first_seconds) / (step - first_step)
-            print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4f}, {1000 * pace:.0f} ms '
+            print(f'step {step}/{c.max_iters}: batch loss {losses[-1]:.4g}, {1000 * pace:.0f} ms '
                   f'a step, {(c.max_iters - step) * pace / 60:.1f} min left', flush=True)
 
 # ------------------------------------ report, sample, criteria ------------------------------------
@@ -819,11 +819,11 @@ def report(c, model, log, folder, data):
 def print_criteria(c, model, teacher, data, trained=None):
     """Print MA's goals beside the figures of the masks alone [MA Sec. 2.5] and of the trained
     student, on c.eval_rows sequences -> the student's. `trained`: its log's last row has these."""
+    print(f'\ngoals   beside the teacher, whose accuracy counts as 1\n'
+          f'{"":20}{"masks alone":20}trained', flush=True)  # what follows takes its time
     batches = [*validation(data, c, teacher.wte.weight.device)]
     trained = trained or measure(model, teacher, batches)
     alone = measure(make_student(teacher, c).eval(), teacher, batches)
-    print(f'\ngoals   beside the teacher, whose accuracy counts as 1\n'
-          f'{"":20}{"masks alone":20}trained')
     for name, (sign, limit) in CRITERIA.items():
         row = f'{name:9}{sign} {limit:<8g}'
         for value in alone[name], trained[name]:
@@ -982,7 +982,8 @@ def draw_curves(path, log, panels):
     figure = Figure(figsize=(5 * len(panels), 4), layout='tight')
     for i, (title, metric) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(1, len(panels), i, title=title, xlabel='step')
-        rows = [row for row in log if metric in row and row['step'] > 0]  # step 0 is untrained
+        first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
+        rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)

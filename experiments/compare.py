@@ -302,7 +302,7 @@ def train_all(script, cases, seeds, role, o):
             end = f'diverged, and counts as worst: {row["diverged"]}'
         if not c.resume:  # it was trained now
             times.append(time.perf_counter() - begin)
-            end += f'; about {np.mean(times) * (len(jobs) - i) / 60:.0f} min left'
+            end += f'; about {np.mean(times) * (len(jobs) - i) / 60:.1f} min left'
         print(f'run {i} of {len(jobs)}: {case}, seed {seed}: {end}', flush=True)
     return [dict(row, folder=o.runs / o.script) for row in rows]
 
