@@ -577,7 +577,7 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]  # of ImageNet
 STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 
 def stream(name, *numbers):
-    """Random numbers for one purpose. Seeds [7] and [7, 0] are one to NumPy: hence the 1."""
+    """Random numbers for one purpose. To NumPy seeds [7] and [7, 0] are the same: hence the 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Which points (x, y) of its box, 0 to 1, a shape covers. It must touch all four sides of the box.
@@ -647,8 +647,9 @@ def overlap(a, b):
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless its stored (width, height) is `size`, for which boxes were drawn. Transparent pixels are
-    white. Greys of more than 8 bits are scaled by `bits`, the most bits in the data set."""
+    but not if its stored (width, height) is `size`, for which objects' boxes were drawn.
+    Transparent pixels are white. Greys of more than 8 bits are scaled by `bits`, the most bits in
+    the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
@@ -718,7 +719,7 @@ class Objects:
         return photo.flip(2) if flip else photo, self.target(row, flip)
 
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
+    """The folder data/NAME of prepare_data.py, and its meta.json, whose kind must be in `kinds`."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
@@ -1037,7 +1038,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             if p.grad is not None:
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
+    largest = c.grad_clip if c.grad_clip > 0 else math.inf  # inf: the norm is only measured
+    norm = nn.utils.clip_grad_norm_(net.parameters(), largest)
     # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
     # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1

@@ -97,7 +97,7 @@ def orthogonal(mh, v):
     """MH - alpha V, the part of MH orthogonal to V, with alpha = <MH,V> / <V,V> over the last
     dimension: one alpha for each token of (B, T, C), one for each head of (B, T, nh, hs)."""
     dtype = mh.dtype
-    wide = torch.promote_types(v.dtype, torch.float32)  # in float16, <V,V> easily overflows
+    wide = torch.promote_types(v.dtype, torch.float32)  # <V,V> easily overflows in float16
     mh, v = mh.to(wide), v.to(wide)
     mh_v = (mh * v).sum(-1, keepdim=True)
     v_v = (v * v).sum(-1, keepdim=True).clamp_min(1e-30)  # [choice] where V = 0, alpha = 0
@@ -126,7 +126,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         """x (B, T, C), the layer's normalised input -> (B, T, C)."""
         mh, v = self.heads(x)
-        update = ATTENTION[self.config.attention](mh, v, self.gamma)  # (B, T, nh, hs) or (B, T, C)
+        formula = ATTENTION[self.config.attention]
+        update = formula(mh, v, self.gamma)  # (B, T, nh, hs) or (B, T, C)
         return self.c_proj(update.flatten(2))
 
 class LearnedGamma(CausalSelfAttention):
@@ -156,14 +157,15 @@ class BeliefStar(CausalSelfAttention):
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# For parameters, settings or a mask of your own, extend CausalSelfAttention, as LearnedGamma does.
+# For parameters, settings or a mask of your own, write a class with a forward, as LearnedGamma is;
+# for a mask, with its own heads, too.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,                          # [AX1 Eq. 9]
     'attentionx-learned': LearnedGamma,                                            # [choice]
     'belief': lambda mh, v, gamma: orthogonal(mh.flatten(2), v.flatten(2)),        # [BF Eq. 10]
-    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13]; alone: [choice]
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13], alone: [choice]
     'belief-star': BeliefStar,                                                     # [BF Eq. 15]
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,   # a control: only the scale
     'value-skip': lambda mh, v, gamma: mh + v,           # a control: V is added
@@ -175,7 +177,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # 1 MH would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it would be softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4.2]
 
@@ -373,7 +375,7 @@ class GPT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
+    """The folder data/NAME of prepare_data.py, and its meta.json, whose kind must be in `kinds`."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
@@ -440,7 +442,7 @@ def make_model(c, meta):
 
 def load_weights(model, path, optional):
     """Load a checkpoint into a model. Parameters whose names match the pattern `optional` may be
-    missing in either. No shape shows the number of heads, so it is compared."""
+    missing in either. Shapes do not show the number of heads, so it is compared."""
     saved, n_head = load(path), model.config.n_head
     if saved['config'].get('n_head', n_head) != n_head:
         fail(f'--init {path} has --n-head {saved["config"]["n_head"]}')
@@ -516,7 +518,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             if p.grad is not None:
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
+    largest = c.grad_clip if c.grad_clip > 0 else math.inf  # inf: the norm is only measured
+    norm = nn.utils.clip_grad_norm_(net.parameters(), largest)
     # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
     # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1

@@ -4,9 +4,12 @@
 # ///
 """A ViT whose attention outputs how MH differs from V: BeliefFormer and AttentionX, and softmax.
 
-Multi-head attention gives an image's patch a weighted sum of values, MH = softmax(QK^T / sqrt(hs))
-V. The papers argue that a layer should output how MH differs from the patch's own value V. The idea
-comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round,
+Multi-head attention gives an image's patch a weighted sum of values V:
+
+    MH = softmax(QK^T / sqrt(hs)) V
+
+The papers below argue that a layer should output how MH differs from the patch's own value. The
+idea comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round,
 neighbours exchange how their solutions differ [BF Eq. 1-5].
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
@@ -27,23 +30,24 @@ neighbours exchange how their solutions differ [BF Eq. 1-5].
     [choice]        V - gamma MH, where each head learns its gamma            attentionx-learned
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
-The default gamma is 1 [AX2 Sec. 3.2] [AX1 Sec. 4.1]. With --no-zero-diag it is 3, but for
-attentionx-v1 [choice]. The papers train with --optimizer set-adam [BF Sec. 5.3].
+By default no token attends to itself: the attention matrix has a zero diagonal, and gamma is 1
+[AX2 Sec. 3.2] [AX1 Sec. 4.1]. With --no-zero-diag gamma is 3, and 1 in attentionx-v1 [choice].
+The papers train with --optimizer set-adam [BF Sec. 5.3].
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, also with a zero diagonal
     python belief_vit.py predict --images *.jpg   # the newest run classifies photos
-    python belief_vit.py --preset t4 --resume     # start or, after a stop, continue
+    python belief_vit.py --preset t4 --resume     # CIFAR-10 on a T4; after a stop, continue
     python belief_vit.py --help                   # every setting
 
 The first command gets 96.4 % of 2,000 drawn shapes right (one seed; 95.5 % on another CPU), a
 linear model on the same pixels 26.2 %. To try a formula of your own, add a row to ATTENTION.
 
 Two presets are the papers' models: vit-small from the repository vision-transformers-cifar10,
-deit-small-local from efficient-vit-training. With the originals' weights they give the originals'
-logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment, random
-erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours are
-trained.
+deit-small-local from efficient-vit-training. With softmax and the originals' weights they give the
+originals' logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment,
+random erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours
+are trained.
 """
 import argparse
 import atexit
@@ -102,7 +106,7 @@ def orthogonal(mh, v):
     """MH - alpha V, the part of MH orthogonal to V, with alpha = <MH,V> / <V,V> over the last
     dimension: one alpha for each token of (B, T, C), one for each head of (B, T, nh, hs)."""
     dtype = mh.dtype
-    wide = torch.promote_types(v.dtype, torch.float32)  # in float16, <V,V> easily overflows
+    wide = torch.promote_types(v.dtype, torch.float32)  # <V,V> easily overflows in float16
     mh, v = mh.to(wide), v.to(wide)
     mh_v = (mh * v).sum(-1, keepdim=True)
     v_v = (v * v).sum(-1, keepdim=True).clamp_min(1e-30)  # [choice] where V = 0, alpha = 0
@@ -133,7 +137,8 @@ class Attention(nn.Module):
     def forward(self, x):
         """x (B, T, C), the layer's normalised input -> (B, T, C)."""
         mh, v = self.heads(x)
-        update = ATTENTION[self.config.attention](mh, v, self.gamma)  # (B, T, nh, hs) or (B, T, C)
+        formula = ATTENTION[self.config.attention]
+        update = formula(mh, v, self.gamma)  # (B, T, nh, hs) or (B, T, nh hs)
         return self.proj(update.flatten(2))
 
 class LearnedGamma(Attention):
@@ -163,15 +168,16 @@ class BeliefStar(Attention):
         return self.proj(delta) + self.proj_s(delta_s.flatten(2))
 
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
-# A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
-# For parameters, settings or a mask of your own, extend Attention, as LearnedGamma does.
+# A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, nh hs).
+# For parameters, settings or a mask of your own, write a class with a forward, as LearnedGamma is;
+# for a mask, with its own heads, too.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
     'attentionx-v1': lambda mh, v, gamma: gamma * v - mh,                          # [AX1 Eq. 9]
     'attentionx-learned': LearnedGamma,                                            # [choice]
     'belief': lambda mh, v, gamma: orthogonal(mh.flatten(2), v.flatten(2)),        # [BF Eq. 10]
-    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13]; alone: [choice]
+    'belief-head': lambda mh, v, gamma: orthogonal(mh, v),            # [BF Eq. 13], alone: [choice]
     'belief-star': BeliefStar,                                                     # [BF Eq. 15]
     'softmax-scaled': lambda mh, v, gamma: gamma * mh,   # a control: only the scale
     'value-skip': lambda mh, v, gamma: mh + v,           # a control: V is added
@@ -183,7 +189,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # 1 MH would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it would be softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -194,7 +200,7 @@ class SETAdam(torch.optim.Optimizer):
         shrink = (sum v)^2 / (d sum v^2)            1 where all v are equal, 1/d where one dominates
         w = sqrt(shrink v / (1 - beta2^t) + eps)    smaller than Adam's, so steps are larger
         theta -= lr m / (1 - beta1^t) / (w - tau min w)          [choice] tau = 0.5
-    shrink is a tensor's own: with three tensors in place of qkv, training would be another.
+    Each tensor has its own shrink: with three tensors in place of qkv, training would differ.
     """
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-18, tau=0.5):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, tau=tau))
@@ -213,8 +219,8 @@ class SETAdam(torch.optim.Optimizer):
                 m, v, t = state['m'], state['v'], state['step']
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                unit = v / v.max().clamp_min(1e-37)  # the same shrink, and no square overflows
-                squares = unit.square().sum().clamp_min(1.0)  # 1 only matters where v = 0
+                unit = v / v.max().clamp_min(1e-37)  # shrink is the same; no square overflows
+                squares = unit.square().sum().clamp_min(1.0)  # it is 1 or more, unless v = 0
                 shrink = unit.sum().square() / (v.numel() * squares)
                 w = (shrink * (v / (1 - beta2 ** t)) + group['eps']).sqrt()
                 update = m / (w - group['tau'] * w.min())
@@ -227,7 +233,7 @@ class Config:
     A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set)."""
     # the papers' method
     attention: str = 'belief'      # a row of ATTENTION
-    gamma: float | None = None     # default: 1; with --no-zero-diag 3, but attentionx-v1 1
+    gamma: float | None = None     # default: 1; with --no-zero-diag 3; attentionx-v1: 1
     zero_diag: bool = True         # no token attends to itself, with softmax too [AX2 Sec. 3.2]
     # model
     # shifted: patches also see shifted images, and attention learns a scale, arXiv 2112.13492
@@ -283,18 +289,21 @@ class Config:
             fail(f'--patch-size {self.patch_size} must divide --image-size and --first-size')
         if not self.head_size and self.embed_dim % self.num_heads:
             fail(f'--num-heads {self.num_heads} must divide --embed-dim {self.embed_dim}')
-        if not 0 <= self.dropout < 1:
-            fail(f'--dropout {self.dropout} must be at least 0, and less than 1')
+        if not (0 <= self.dropout < 1 and 0 <= self.drop_path < 1):
+            fail('--dropout and --drop-path must be at least 0, and less than 1')
 
 CHOICES = {'attention': ATTENTION}  # flags whose values are the rows of a table
 MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'images'}
 
 VIT_SMALL = dict(embed_dim=512, depth=6, num_heads=8, mlp_dim=512, dropout=0.1)
+# as the originals are: without a zero diagonal
 DEIT_SMALL = dict(model='deit', zero_diag=False, image_size=224, patch_size=16, embed_dim=384,
                   depth=12, num_heads=6, mlp_dim=1536)
 PRESETS = {
-    'tiny': {}, 'vit-small': VIT_SMALL,  # these and the next two only choose a model
+    'tiny': {},
+    # the next three only choose a model
+    'vit-small': VIT_SMALL,
     'deit-small': DEIT_SMALL, 'deit-small-local': dict(DEIT_SMALL, model='deit-local'),
     't4': dict(VIT_SMALL, data='cifar10', randaugment='fixed', max_iters=2637,  # 30 epochs
                batch_size=256, grad_accum_steps=2, learning_rate=5e-4, warmup_iters=200,
@@ -416,10 +425,10 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.depth))
         self.norm = make_norm(c)
         self.head = nn.Linear(c.embed_dim, num_classes)
-        ours = (r'^(cls_token|pos_embed|head|patch_embed\.proj|blocks\.\d+\.'
-                r'(attn\.(qkv|proj|proj_s)|mlp\.(fc1|conv|fc2)))(\.weight|\.bias)?$')
+        known = (r'^(cls_token|pos_embed|head|patch_embed\.proj|blocks\.\d+\.'
+                 r'(attn\.(qkv|proj|proj_s)|mlp\.(fc1|conv|fc2)))(\.weight|\.bias)?$')
         for name, p in self.named_parameters():
-            if re.search(ours, name):  # others, such as yours, stay as their class made them
+            if re.search(known, name):  # others, such as yours, stay as their class made them
                 self.init_parameter(name, p)
 
     @torch.no_grad()
@@ -460,7 +469,7 @@ class ViT(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def stream(name, *numbers):
-    """Random numbers for one purpose. Seeds [7] and [7, 0] are one to NumPy: hence the 1."""
+    """Random numbers for one purpose. To NumPy seeds [7] and [7, 0] are the same: hence the 1."""
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers, 1])
 
 # Roughly the distance from (x, y) to a shape, negative inside. The shape lies between -1 and 1.
@@ -503,7 +512,7 @@ def draw_shapes(n, seed):
     return images, labels
 
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
+    """The folder data/NAME of prepare_data.py, and its meta.json, whose kind must be in `kinds`."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
@@ -557,8 +566,9 @@ POOL = ThreadPoolExecutor()  # it decodes photos
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless its stored (width, height) is `size`, for which boxes were drawn. Transparent pixels are
-    white. Greys of more than 8 bits are scaled by `bits`, the most bits in the data set."""
+    but not if its stored (width, height) is `size`, for which objects' boxes were drawn.
+    Transparent pixels are white. Greys of more than 8 bits are scaled by `bits`, the most bits in
+    the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
@@ -611,7 +621,7 @@ def randaugment(image, which, sign, at_y, at_x, policy):
     width, height = image.size
     strength = 14 / 30
     signed = strength if sign < 0.5 else -strength
-    # pixels at strength 1: the original's, meant for images of 224, or timm's
+    # pixels at strength 1: the original's, for images of 224 pixels, or timm's share of the image
     far_x, far_y = (100, 100) if policy == 'paper' else (0.45 * width, 0.45 * height)
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
@@ -701,8 +711,8 @@ def get_batch(data, c, step, micro_step, device):
     if c.first_size:  # two patches more every five epochs
         now = step * per_step // n  # the epoch
         size = min(size, c.first_size + 2 * c.patch_size * (now // 5))
-    numbers = 13 if photos and c.randaugment != 'none' else 11  # for an image; not all are used
-    chance = stream('chance', c.seed, step).random((c.grad_accum_steps, c.batch_size, numbers))
+    count = 13 if photos and c.randaugment != 'none' else 11  # of random numbers for an image
+    chance = stream('chance', c.seed, step).random((c.grad_accum_steps, c.batch_size, count))
 
     def example(i, numbers):
         return augment(images[i], numbers, c, size, bits)
@@ -725,7 +735,7 @@ def make_model(c, meta):
 
 def load_weights(model, path, optional):
     """Load a checkpoint into a model. Parameters whose names match the pattern `optional` may be
-    missing in either. No shape shows the number of heads, so it is compared."""
+    missing in either. Shapes do not show the number of heads, so it is compared."""
     saved, num_heads = load(path), model.config.num_heads
     if saved['config'].get('num_heads', num_heads) != num_heads:
         fail(f'--init {path} has --num-heads {saved["config"]["num_heads"]}')
@@ -817,7 +827,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
             if p.grad is not None:
                 dist.all_reduce(p.grad)
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
+    largest = c.grad_clip if c.grad_clip > 0 else math.inf  # inf: the norm is only measured
+    norm = nn.utils.clip_grad_norm_(net.parameters(), largest)
     # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
     # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1
@@ -901,7 +912,7 @@ def train(c, folder=None, data=None):
 def report(c, model, log, folder, data):
     """Print the result beside a linear model's and that of one class for all; draw the curves."""
     images, labels = data.test
-    model.load_state_dict(load(folder / 'best.pt')['model'])  # it held the last weights
+    model.load_state_dict(load(folder / 'best.pt')['model'])  # until now: the last weights
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     commonest = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '

@@ -459,7 +459,7 @@ class GPT2(nn.Module):
 
 # ------------------------------------ data ------------------------------------
 def read_meta(name, *kinds):
-    """The folder data/NAME that prepare_data.py made, and its meta.json. `kinds` are allowed."""
+    """The folder data/NAME of prepare_data.py, and its meta.json, whose kind must be in `kinds`."""
     folder = Path('data', name.removeprefix('data/'))
     if not folder.is_dir():
         fail(f'--data {name}: there is no {folder}. python prepare_data.py lists the commands '
@@ -717,7 +717,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
         scaler.scale(loss).backward()
         total += loss.detach()
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(net.parameters(), c.grad_clip or math.inf)  # inf: measures only
+    largest = c.grad_clip if c.grad_clip > 0 else math.inf  # inf: the norm is only measured
+    norm = nn.utils.clip_grad_norm_(net.parameters(), largest)
     # In float16 gradients may overflow: the scaler then skips the step, and halves its scale. That
     # is an error only when the scale has come down to 1. In other dtypes it always is 1.
     overflow = not math.isfinite(norm) and scaler.get_scale() <= 1

@@ -920,8 +920,9 @@ def examine(photo):
 
 def open_photo(path, size=None, bits=8):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
-    unless its stored (width, height) is `size`, for which boxes were drawn. Transparent pixels are
-    white. Greys of more than 8 bits are scaled by `bits`, the most bits in the data set."""
+    but not if its stored (width, height) is `size`, for which objects' boxes were drawn.
+    Transparent pixels are white. Greys of more than 8 bits are scaled by `bits`, the most bits in
+    the data set."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
