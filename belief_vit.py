@@ -4,12 +4,9 @@
 # ///
 """A ViT whose attention outputs how MH differs from V: BeliefFormer and AttentionX, and softmax.
 
-Multi-head attention gives an image's patch a weighted sum of values V:
-
-    MH = softmax(QK^T / sqrt(hs)) V
-
-The papers below argue that a layer should output how MH differs from the patch's own value. The
-idea comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round,
+In multi-head attention a patch gets a weighted sum of values, MH = softmax(QK^T / sqrt(hs)) V.
+The papers argue that a layer should output how MH differs from the patch's own value V. The idea
+comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round,
 neighbours exchange how their solutions differ [BF Eq. 1-5].
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
@@ -40,14 +37,13 @@ The papers train with --optimizer set-adam [BF Sec. 5.3].
     python belief_vit.py --preset t4 --resume     # CIFAR-10 on a T4; after a stop, continue
     python belief_vit.py --help                   # every setting
 
-The first command gets 96.4 % of 2,000 drawn shapes right (one seed; 95.5 % on another CPU), a
-linear model on the same pixels 26.2 %. To try a formula of your own, add a row to ATTENTION.
+The first command gets 96.4 % of 2,000 drawn shapes right (one seed; 95.5 % on another CPU). To try
+a formula of your own, add a row to ATTENTION.
 
 Two presets are the papers' models: vit-small from the repository vision-transformers-cifar10,
 deit-small-local from efficient-vit-training. With softmax and the originals' weights they give the
-originals' logits, to 1e-6. [deviation] Of efficient-vit-training we leave out EMA, RandAugment,
-random erasing, repeated augmentation and unused parameters. Its position embeddings are fixed, ours
-are trained.
+originals' logits. [deviation] Of the latter's training we leave out EMA, RandAugment, random
+erasing and repeated augmentation. Its position embeddings are fixed, ours are trained.
 """
 import argparse
 import atexit
