@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import http.server
 import importlib
@@ -88,6 +89,7 @@ def parse(words):
         p.error(f'--with {args.file}: there is no such file')
     return args
 
+inspect.getsource = functools.cache(inspect.getsource)  # each `parse` reads its Config's
 torch.set_num_threads(1)
 ARGS = parse(sys.argv[1:] if __name__ == '__main__' else [])
 DEVICE = ARGS.device
@@ -337,16 +339,16 @@ def config_of(script, sizes, **flags):
 def gpt_variants():
     idx = torch.arange(24).view(2, 12) * 7 % 23
     sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=23)
-    for row, arch, zero_diag in itertools.product(gpt.ATTENTION, ('gpt2', 'rotary'), (False, True)):
-        name, c = config_of(gpt, sizes, attention=row, arch=arch, zero_diag=zero_diag)
+    for row, arch in itertools.product(gpt.ATTENTION, ('gpt2', 'rotary')):
+        name, c = config_of(gpt, sizes, attention=row, arch=arch, zero_diag=arch == 'gpt2')
         yield Variant(name, gpt.GPT, c, dict(attention='softmax'), idx, idx[:, 3:10],
                       lambda model, x: model(x, x)[0], always(3), True)
 
 def vit_variants():
     sizes = dict(image_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=2, head_size=6,
                  mlp_dim=20)
-    for row, model, zero_diag in itertools.product(vit.ATTENTION, VIT_MODELS, (False, True)):
-        name, c = config_of(vit, sizes, attention=row, model=model, zero_diag=zero_diag)
+    for row, model in itertools.product(vit.ATTENTION, VIT_MODELS):
+        name, c = config_of(vit, sizes, attention=row, model=model, zero_diag=model == 'deit')
         yield Variant(name, lambda c: vit.ViT(c, 5), c, dict(attention='softmax'),
                       noise(2, 3, 16, 16), noise(2, 3, 8, 8), lambda model, x: model(x),
                       always(3), False)
@@ -363,19 +365,17 @@ def detr_variants():
         return torch.cat([out['pred_logits'], out['pred_boxes']], 2)  # (B, Q, 3 + 1 + 4)
 
     for row, more in itertools.product(detr.ATTENTION, some):
-        for own, cross in ('softmax', row), (row, 'softmax'):
-            name, c = config_of(detr, sizes, self_attention=own, cross_attention=cross, **more)
-            yield Variant(name, lambda c: detr.DETR(c, 3), c,
-                          dict(self_attention='softmax', cross_attention='softmax'),
-                          noise(2, 3, 32, 40), noise(2, 3, 48, 24), outputs,
-                          lambda y: always(1)(y[..., :4]) + (y[..., 4:] - 0.3).abs().mean(), False)
+        name, c = config_of(detr, sizes, self_attention=row, cross_attention=row, **more)
+        yield Variant(name, lambda c: detr.DETR(c, 3), c,
+                      dict(self_attention='softmax', cross_attention='softmax'),
+                      noise(2, 3, 32, 40), noise(2, 3, 48, 24), outputs,
+                      lambda y: always(1)(y[..., :4]) + (y[..., 4:] - 0.3).abs().mean(), False)
 
 def mask_variants():
     idx = torch.arange(24).view(2, 12) * 7 % 23
     sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=23)
-    lists = [f'{kind}:3+{rest}' for kind in mask.KINDS for rest in ('window:2', 'offset:5')]
-    for masks, reading in itertools.product(lists, mask.READINGS):
-        name, c = config_of(mask, sizes, masks=masks, reading=reading)
+    for kind, reading in itertools.product(mask.KINDS, mask.READINGS):
+        name, c = config_of(mask, sizes, masks=f'{kind}:3+window:2+offset:5', reading=reading)
         yield Variant(name, mask.GPT2, c, dict(masks=''), idx, idx[:, 3:10],
                       lambda model, x: model(x), always(3), True)
 
@@ -434,20 +434,15 @@ def test_every_variant_has_its_gradient(variant):
 
 @for_every_variant
 def test_every_variant_sees_no_later_token(variant):
-    """Where it may see them, inputs of another length have outputs, too."""
-    model, x = in_double(variant)
-    if not variant.causal:
-        _, other = in_double(variant, variant.other)
-        assert variant.forward(model, other).isfinite().all()
-        return
-    close(variant.forward(model, x)[:, :7], variant.forward(model, x[:, :7]), 1e-12)
-
-@for_every_variant
-def test_every_variant_keeps_rows_apart(variant):
-    """A row of a batch alone gives what it gives beside another."""
+    """In a GPT; nor, anywhere, another row of its batch. Images may have another size."""
     model, x = in_double(variant)
     both, *alone = [variant.forward(model, rows) for rows in (x, x[:1], x[1:])]
     close(both, torch.cat(alone), 1e-10)
+    if variant.causal:
+        close(both[:, :7], variant.forward(model, x[:, :7]), 1e-12)
+    else:
+        _, other = in_double(variant, variant.other)
+        assert variant.forward(model, other).isfinite().all()
 
 @for_every_variant
 def test_every_variant_starts_as_softmax(variant):
@@ -458,7 +453,7 @@ def test_every_variant_starts_as_softmax(variant):
     shared = own.keys() & plain.keys()
     for key in shared:
         assert own[key].shape != plain[key].shape or torch.equal(own[key], plain[key]), key
-    assert len(shared) > 0.8 * len(plain)
+    assert len(shared) > 0.7 * len(plain)
 
 @for_every_variant
 def test_every_variant_runs_anywhere(variant):
@@ -1799,11 +1794,11 @@ def test_stopped_and_resumed(tmp_path):
         flags = (tiny if teachers else short_run)(
             script, tmp_path, *CPU, '--grad-accum-steps', 2, *flags.split())
         out = '--out-dir', tmp_path / str(n)
-        end = run(script, *flags, *out, report=contextlib.nullcontext)
+        end = run(script, *flags, *out, report=quick_report if teachers else contextlib.nullcontext)
         assert end.code == 0, end.err
         whole = end.result
         sizes = {file.name: file.stat().st_size for file in whole['folder'].glob('*.png')}
-        assert not pictures or sizes['curves.png'] > 5000 and min(sizes.values()) > 500, sizes
+        assert teachers or not pictures or sizes['curves.png'] > 5000 and min(sizes.values()) > 500, sizes
         out = '--out-dir', tmp_path / f'{n}-stopped'
         for stop in stops:
             with interrupted(script, *stop):
@@ -1846,6 +1841,7 @@ def test_never_scored_again(tmp_path):
         assert figures and figures[0] in again.out, (end.out, again.out, again.err)
         assert repr(again.result) == repr(end.result) and contents(folder) == before
         use = [action, *CPU, '--out-dir', tmp_path / 'out']
+        use += ['--new-tokens', 4] * (script is gpt)
         use += ['--images', tmp_path / 'a.png'] * (script in (vit, detr))
         assert 'has changed' not in run(script, *use).out
         with patch.object(script, 'CODE', 1):
@@ -1894,6 +1890,7 @@ def test_best_weights(tmp_path):
     What is evaluated, and loaded, is in eval mode; what trains is in autocast. A run with settings
     that the script no longer has is refused."""
     falls, rises = (3, 1, 2), (0.1, 0.3, 0.2)
+    uncompiled = functools.partial(torch.compile, backend='eager')  # wrapped, as if it were
     for script, metric, figures in ((gpt, 'val_loss', falls), (vit, 'val_acc', rises),
                                     (detr, 'AP', rises), (mask, 'val_loss', falls)):
         seen = []
@@ -1905,7 +1902,7 @@ def test_best_weights(tmp_path):
             assert torch.is_autocast_enabled('cpu'), script.SCRIPT
             return whole(*args)
         flags = short_run(script, tmp_path, *CPU, '--dtype', 'bfloat16', '--compile')
-        with (torch.compiler.set_stance('force_eager'),
+        with (torch.compiler.set_stance('force_eager'), patch.object(torch, 'compile', uncompiled),
               patch.multiple(script, loss_of=loss_of, evaluate=judge, report=lambda *_: None)):
             result = done(script, *flags)
         file = result['folder'] / 'best.pt'
@@ -2013,8 +2010,8 @@ def test_processes_share_a_step(tmp_path):
 
 def test_one_graph(tmp_path):
     """--compile makes one graph of each script's model."""
-    for script in SCRIPTS:
-        _, c = script.parse(short_run(script, tmp_path, *CPU))
+    for script, layers in (gpt, '--n-layer'), (vit, '--depth'), (detr, '--dec-layers'), (mask, '--n-layer'):
+        _, c = script.parse(tiny(script, tmp_path, *CPU, layers, 1))
         with QUIET:
             data = script.load_data(c)
             model = (mask.make_student(mask.make_teacher(c, data.meta), c) if script is mask else
@@ -2932,8 +2929,8 @@ def test_compare_and_bench(tmp_path):
         return slower
     for script, net in zip(SCRIPTS, (gpt.GPT, vit.ViT, detr.DETR, mask.GPT2)):
         flags = [script.SCRIPT, *short_run(script, tmp_path), '--sweep', 'learning_rate=1e-3,1e-2']
-        end = run(compare, *flags, '--seeds', '0,1')
-        assert len(end.result) == 2 and 'run 4 of 4: 1e-2, seed 1' in end.out, end
+        end = run(compare, *flags, '--seeds', '0')
+        assert len(end.result) == 2 and 'run 2 of 2: 1e-2, seed 0' in end.out, end
         assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.csv')]) == 1
         file, nets = tmp_path / f'{script.SCRIPT}.csv', 1 + (script is mask)  # and its teacher
         with (patch.object(time, 'perf_counter', lambda: clock[0]),
@@ -2965,7 +2962,7 @@ def test_compare_shares_a_teacher(tmp_path):
     teachers = {row['init'] for row in rows}
     assert len(rows) == 4 and len(teachers) == 1 and load(*teachers)['config']['seed'] == 5
     with patch.object(mask, 'train_teacher', None):
-        done(compare, *flags, '--csv', tmp_path / 'b.csv', '--init', *teachers)
+        done(compare, *flags, '--seeds', '0', '--csv', tmp_path / 'b.csv', '--init', *teachers)
 
 @wants('scipy', 'matplotlib')
 def test_compare_draws(tmp_path):
@@ -2981,7 +2978,8 @@ def test_compare_draws(tmp_path):
         drawn.append((low, high))
     def again():
         drawn.clear()
-        with patch.multiple('matplotlib.axes.Axes', plot=plot, fill_between=fill_between):
+        with (patch.multiple('matplotlib.axes.Axes', plot=plot, fill_between=fill_between),
+              patch('matplotlib.figure.Figure.savefig')):
             return run(compare, 'attentionx_gpt', '--from-csv', file,
                        report=contextlib.nullcontext).out.splitlines()
     again()
@@ -3091,13 +3089,14 @@ def test_diagnose_of_detr(tmp_path):
 def test_diagnose_of_runs(tmp_path):
     """Every row of ATTENTION has figures, also where V is 0. They change nothing else."""
     diagnose = importlib.import_module('diagnose')
+    iterations = importlib.import_module('iterations')
     for script, figure in (gpt, 'cos2_update'), (vit, 'cos2_update'), (detr, 'cross_five'):
+        data = script.load_data(script.parse(tiny(script, tmp_path))[1])
         for name in script.ATTENTION:
             flags = '--attention', name, '--zero-diag'
             if script is detr:
                 flags = '--self-attention', name, '--cross-attention', name
             c = script.parse(tiny(script, tmp_path, *flags))[1]
-            data = script.load_data(c)
             model = script.make_model(c, data.meta).to(DEVICE).eval()
             for key, p in model.named_parameters():
                 p.data *= 'blocks.0.attn.qkv' not in key
@@ -3112,7 +3111,8 @@ def test_diagnose_of_runs(tmp_path):
     assert f'{end.result["1.mh"]:10.4f}' in end.out and 'longer_out' in end.out, end.out
     folder = done(detr, *tiny(detr, tmp_path, *CPU))['folder']
     assert 'cross_relu' in run(diagnose, folder).out
-    assert done(importlib.import_module('iterations'), folder, '--ridge', 3)[3.0][0] == 4
+    with patch.object(iterations, 'RHOS', [3.0]):
+        assert done(iterations, folder, '--ridge', 3)[3.0][0] == 4
     end = run(diagnose, done(mask, *short_run(mask, tmp_path, *CPU))['folder'])
     assert 'is not a run of attentionx_gpt, belief_vit, admm_detr' in end.err, end
     row, = done(compare, 'attentionx_gpt', *flags, '--diagnose', '--seeds', '1337', '--csv',
@@ -3135,7 +3135,7 @@ def test_memory(tmp_path):
                  '--masks', 'window:64+sinks:4')
     eager, fused, blocks = [mib['training step'] for mib in found.values()]
     assert 8 < eager < 32 and max(fused, blocks) < 0.5 * eager, (eager, fused, blocks)
-    end = run(memory, 'lasso', '--num-queries', 3, '--hidden-dim', 32)
+    end = run(memory, 'lasso', '--num-queries', 3, '--hidden-dim', 8, '--batch-size', 1)
     kept = dict(re.findall(r'(\S+) +[\d.]+ ms, +([\d.]+) MiB', end.out))
     assert len(kept) == 5 and float(kept['admm']) < float(kept['admm-vanilla']), end
 
