@@ -567,7 +567,7 @@ def parse(argv):
     elif o.tune and o.tune not in [x.partition('=')[0] for x in o.sweep]:
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
     if o.from_csv and (flags or o.sweep or o.table):
-        fail(f'--from-csv trains nothing: leave out {" ".join(flags) or "--sweep and --table"}')
+        print('note    --from-csv trains nothing: settings are those of the rows')
     if o.log_csv and Path(o.log_csv) in [o.csv, *(o.from_csv or [])]:
         fail(f'--log-csv {o.log_csv}: that file has the rows; name another')
     if o.diagnose and o.script == 'mask_distill':
