@@ -2842,7 +2842,7 @@ def test_compare_mistakes(tmp_path):
                 (['--metric case'], *read, '--metric', 'case'),
                 (['--tune seed'], *read, '--tune', 'seed'),
                 (['--against x'], *read, '--against', 'x'), (['--against y'], '--against', 'y'),
-                (['leave out --gama'], *read, '--gama', 3), (['--log-csv'], '--log-csv', file),
+                (['gama'], *read, '--gama', 3), (['--log-csv'], '--log-csv', file),
                 (['runs of attentionx_gpt'], '--from-csv', record / 'detr-cross.csv'),
                 (['another version', 'name another'], '--csv', record / 'gpt-common.csv')):
             refuse(compare, words, *flags, *more)

@@ -608,6 +608,7 @@ def main(argv=None):
     o, flags = parse(argv)
     script, kept = load(o), o.csv
     if o.from_csv:
+        script.parse(flags)  # among them may be a misspelled one
         o.csv, rows = o.csv or o.from_csv[0], rows_in(script, o.from_csv)
     else:
         cases = cases_of(script, flags, o.table, o.sweep)
