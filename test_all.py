@@ -5,7 +5,7 @@
 # ///
 """Every test, on a CPU and, where there is one, on a GPU.
 
-    python test_all.py                 # all of them, about two minutes
+    python test_all.py                 # all of them, a minute and a half
     python test_all.py belief resume   # those with one of these words in their name
     python test_all.py --with mine.py  # every_variant for the rows of a file of your own: a minute
     python test_all.py --device cuda   # on that device; default: a GPU where there is one
@@ -2776,49 +2776,55 @@ def fake(figure):
     return patch.multiple(gpt, train=train, load_data=lambda c: data), runs
 
 @wants('scipy')
-def test_compare_at_best(tmp_path):
-    """One run diverges, one best lies at the end; the csv gives the same table."""
-    best = {'softmax': 4e-3, 'belief': 1e-3}
+def test_compare_chooses_and_judges(tmp_path):
+    """Each variant's best rate by the seeds that all of its rates have. Then other seeds judge: in
+    pairs, from softmax or --against, with wider intervals for more rows. What diverges is worst."""
+    best = dict(softmax=4e-3, belief=1e-3, attentionx=2e-3)
+    shifts = dict(softmax=(0, 0, 0), belief=(1, 1.1, 1.2), attentionx=(1, 2, 3))
     def figure(c):
         if c.learning_rate == 8e-3 and c.attention == 'belief':
             failed.append(c.seed)
             raise FloatingPointError('loss nan')
         gap = abs(math.log2(c.learning_rate / best[c.attention]))
-        return 2 + 0.1 * gap - 0.02 * (c.attention == 'belief') + 0.001 * (c.seed % 3)
-    (patched, runs), failed = fake(figure), []
-    tuned = ['attentionx_gpt', '--sweep', 'learning_rate=1e-3,2e-3,4e-3,8e-3', '--sweep',
-             'attention=belief,softmax', '--seeds', '0,1', '--csv', tmp_path / 'a.csv',
-             '--tune', 'learning_rate', '--test-seeds', '5,6,7']
+        return 2 + 0.1 * gap + shifts[c.attention][c.seed % 3] + 10 * c.seed
+    def flags(file, rates, seeds):
+        return ['attentionx_gpt', '--csv', tmp_path / file, '--sweep', f'learning_rate={rates}',
+                '--sweep', 'attention=belief,softmax,attentionx', '--seeds', seeds]
+    def read(file, *more):
+        return ['attentionx_gpt', '--from-csv', tmp_path / file, *more]
+    (patched, runs), failed, rates = fake(figure), [], '1e-3,2e-3,4e-3,8e-3'
+    tune = '--tune', 'learning_rate'
+    tuned = *flags('a.csv', rates, '0,1'), *tune, '--test-seeds', '5,6,7'
     with patched:
         end = run(compare, *tuned)
-        rows, out = end.result, end.out
-        assert [row['case'] for row in rows] == ['4e-3 softmax', '1e-3 belief'], rows
-        close([rows[0]['mean'], rows[1]['diff']], [2.001, -0.02], 1e-6)
+        rows, out, chosen = end.result, end.out, ['4e-3 softmax', '1e-3 belief', '2e-3 attentionx']
+        assert [row['case'] for row in rows] == chosen, rows
+        for row, mean, sd in zip(rows[1:], (1.1, 2), (0.1, 1)):
+            half = 6.205 * sd / 3 ** 0.5  # t at 1 - .05 / 2
+            close([row['diff'], row['interval']], [mean, half], 2e-3)
+        assert 'or one seed): 2e-3 attentionx\n' in out, out  # and not belief
         assert out.count('diverged, and counts as worst: loss nan') == 2, out
         assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
-        assert done(compare, *tuned) == rows and len(runs) == 22 and failed == [0, 1], failed
-        worst = run(compare, *tuned[:-4], '--csv', tmp_path / 'b.csv').out
-        assert 'counts as worst: 8e-3 belief, seed 0; 8e-3 belief, seed 1' in worst, worst
-    tables = out[out.index('\nval_loss by learning_rate'):].splitlines()
-    again = 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune', 'learning_rate'
-    found = run(compare, *again).out.splitlines()
-    assert len(found) > 9 and set(found) <= set(tables), set(found) - set(tables)
-    close(done(compare, *again, '--metric', 'mean_loss')[1]['diff'], -0.02 / 4, 1e-6)
+        assert done(compare, *tuned) == rows and len(runs) == 33 and failed == [0, 1], failed
+        assert done(compare, *tuned, '--against', chosen[1])[0]['case'] == chosen[1]
+        found = run(compare, *read('a.csv', *tune)).out.splitlines()
+        assert len(found) > 9 and {*found} <= {*out.splitlines()}, found  # the same table
+        close(done(compare, *read('a.csv', *tune, '--metric', 'mean_loss'))[1]['diff'], 1.1 / 4,
+              1e-6)
 
-@wants('scipy')
-def test_compare_chooses_by_common_seeds(tmp_path):
-    """A rate that only a lucky seed has tried wins nothing; all means and counts are printed."""
-    lucky = {(1e-3, 0): 1.0, (1e-3, 1): 2.0, (1e-3, 2): 2.0, (2e-3, 0): 1.1, (4e-3, 2): 1.0}
-    flags = ['attentionx_gpt', '--csv', tmp_path / 'a.csv', '--sweep']
-    tune = 'attentionx_gpt', '--from-csv', tmp_path / 'a.csv', '--tune', 'learning_rate'
-    with fake(lambda c: lucky[c.learning_rate, c.seed])[0]:
-        done(compare, *flags, 'learning_rate=1e-3', '--seeds', '0,1,2')
-        done(compare, *flags, 'learning_rate=2e-3', '--seeds', '0')
-        end = run(compare, *tune)
-        assert [line['case'] for line in end.result] == ['1e-3'], end.result
-        assert '0.001: 1.6667 x 3   0.002: 1.1000 x 1   by the 1 that all have' in end.out, end.out
-        done(compare, *flags, 'learning_rate=4e-3', '--seeds', '2')
-        refuse(compare, ['--tune learning_rate', 'no seed', '2e-3, 4e-3'], *tune)
+        worst = run(compare, *flags('b.csv', rates, '0,1')).out
+        assert 'counts as worst: 8e-3 belief, seed 0; 8e-3 belief, seed 1' in worst, worst
+        done(compare, *flags('b.csv', '16e-3', '0'))  # a lucky seed alone
+        end = run(compare, *read('b.csv', *tune))
+        assert [row['case'] for row in end.result] == chosen, end.result
+        assert '0.016: 2.2000 x 1   by the 1 that all have' in end.out, end.out
+        done(compare, *flags('b.csv', '32e-3', '2'))
+        refuse(compare, ['--tune learning_rate', 'no seed', '16e-3', '32e-3'], *read('b.csv', *tune))
+
+        one = run(compare, *flags('c.csv', '4e-3', '0')).out
+        assert 'nan' not in one and '+1.1000                       -' in one, one
+        done(compare, *flags('c.csv', '4e-3', '1'), '--max-iters', 7)
+        refuse(compare, ['softmax differ in max_iters'], *read('c.csv'))
 
 @wants('scipy')
 def test_compare_mistakes(tmp_path):
@@ -2892,26 +2898,6 @@ def test_compare_takes_runs_from_their_folders(tmp_path):
         shutil.rmtree(tmp_path / 'data/7')
         text_data(tmp_path, TEXT + 'other').rename(tmp_path / 'data/7')
         refuse(compare, ['checksum', 'name another file with --csv'], *flags)
-
-@wants('scipy')
-def test_compare_intervals(tmp_path):
-    """Paired by seed, wider by the rows tested; softmax comes first, or --against."""
-    shifts = {'attentionx': (1, 2, 3) * 2, 'belief': (1, 1.1, 1.2) * 2, 'softmax': [0] * 6}
-    patched, _ = fake(lambda c: 2.0 + shifts[c.attention][c.seed] + 10 * c.seed)
-    flags = ['attentionx_gpt', '--sweep', 'attention=' + ','.join(shifts), '--csv', tmp_path / 'a']
-    with patched:
-        end = run(compare, *flags)
-        one = run(compare, *flags, '--seeds', '0')
-        done(compare, *flags, '--max-iters', 7, '--seeds', '3,4,5')
-        refuse(compare, ['softmax differ in max_iters'], flags[0], '--from-csv', tmp_path / 'a')
-        against = done(compare, *flags, '--against', 'belief')
-    rows = end.result
-    assert 'or one seed): attentionx\n' in end.out, end.out  # and not belief
-    assert [row['case'] for row in rows + against][::3] == ['softmax', 'belief'], rows
-    for row, mean, sd in zip(rows[1:], (2, 1.1), (1, 0.1)):
-        half = 6.205 * sd / 3 ** 0.5  # t at 1 - .05 / 2
-        close([row['diff'], row['interval']], [mean, half], 2e-3)
-    assert 'nan' not in one.out and '+1.0000                       -' in one.out, one.out
 
 @wants('scipy')
 def test_compare_and_bench(tmp_path):
