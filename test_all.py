@@ -71,12 +71,22 @@ importlib.import_module('variants')  # adds its rows to gpt.ATTENTION
 with patch.dict(detr.ATTENTION):  # printed's rows have tests of their own
     printed = importlib.import_module('printed')
     PRINTED = {**detr.ATTENTION}
-if importlib.util.find_spec('scipy'):
-    compare = importlib.import_module('compare')
-else:
-    def hungarian_match(*_):
-        raise unittest.SkipTest('not installed: scipy, by which DETR matches')
-    detr.hungarian_match = hungarian_match
+
+def package(name):
+    """Import it, or skip the test that needs what is not installed."""
+    try:
+        return importlib.import_module(name)
+    except (ModuleNotFoundError, SystemExit) as error:  # compare.py says itself that scipy is not
+        raise unittest.SkipTest(f'not installed: {getattr(error, "name", "scipy")}')
+
+class Compare:
+    """experiments/compare.py, imported where a test first uses it."""
+    def __getattr__(self, name):
+        return getattr(package('compare'), name)
+
+compare = Compare()
+if not importlib.util.find_spec('scipy'):
+    detr.hungarian_match = lambda *_: package('scipy')
 
 def parse(words):
     p = argparse.ArgumentParser(description=__doc__, usage='test_all.py [WORD ...] [--flag value]',
@@ -122,7 +132,7 @@ def contents(path):
 
 def paint(path, pixels, turned=1):
     """A photo of an array (height, width, 3); turned is its orientation in EXIF."""
-    Image = importlib.import_module('PIL.Image')
+    Image = package('PIL.Image')
     path.parent.mkdir(parents=True, exist_ok=True)
     exif = Image.Exif()
     exif[0x0112] = turned
@@ -238,11 +248,6 @@ def inside(path):
         yield
     finally:
         os.chdir(before)
-
-def wants(*packages):
-    """A decorator: skip the test where one of these is missing."""
-    missing = [name for name in packages if not importlib.util.find_spec(name)]
-    return unittest.skipIf(missing, f'not installed: {" ".join(missing)}')
 
 def loopback():
     """A decorator: skip the test where processes of this machine cannot meet."""
@@ -630,9 +635,9 @@ def test_set_adam():
             x -= 0.01 / (1 - 0.9 ** t) * m / (w - 0.5 * w.min())
         close(p, x, 2e-6)
 
-@wants('PIL')
 def test_augment_to_the_byte():
     """The bytes that our figures come from, and the mean red of the drawings' first quarters."""
+    package('PIL')
     images, _ = vit.draw_shapes(200, 5)
     close(images[:, 0, :16, :16].mean(), 84.75076, 1e-4)
     images = np.random.RandomState(0).randint(0, 256, (200, 3, 48, 64)).astype(np.uint8)
@@ -1415,7 +1420,6 @@ def test_vit_splits(tmp_path):
     assert '60 images to train on, 6 held out, 9 to test' in end.out, end.out
     assert 'accuracy 30.0% on 9 images, with the best weights 70.0%' in end.out, end.out
 
-@wants('PIL')
 def test_vit_photos(tmp_path):
     """Photos train. predict takes several, and folders; what is no photo is named."""
     data = tmp_path / 'photos'
@@ -1436,10 +1440,9 @@ def test_vit_photos(tmp_path):
     refuse(vit, ['--images'], *more)
     refuse(vit, ['none of --images'], *more, '--images', data / 'red/notes.txt')
 
-@wants('PIL')
 def test_vit_read_photo(tmp_path):
     """The crop by hand, then RandAugment, then the mirror."""
-    Image = importlib.import_module('PIL.Image')
+    Image = package('PIL.Image')
     noise, path = Image.effect_noise((120, 80), 99), str(tmp_path / 'noise.png')
     noise.save(path)
     for size, crop, box in (  # left, top, right, bottom
@@ -1483,7 +1486,7 @@ def test_detr_shapes():
 
 def detr_data(path):
     """Two photos. On the second: an object, one over the edge, a crowd, two empty boxes."""
-    Image = importlib.import_module('PIL.Image')
+    Image = package('PIL.Image')
     classes = [dict(id=k, name='abcdefghij'[k]) for k in range(10)]
     content = dict(images=[], annotations=[], categories=classes)
     for i, file, w, h in (5, 'a.png', 30, 60), (8, 'b.png', 40, 30):
@@ -1500,7 +1503,6 @@ def detr_data(path):
         write(path / 'mine' / split / '_annotations.coco.json', json.dumps(content))
     return prepared(path, 'objects mine')[0]
 
-@wants('PIL')
 def test_detr_objects(tmp_path):
     """What is learned from: no crowds, nothing beyond the edges. Flips and sizes are DETR's."""
     folder = detr_data(tmp_path)
@@ -1531,11 +1533,10 @@ def test_detr_objects(tmp_path):
     close((got * 255).round(), want.astype(np.float32), 0)
     assert detr.to_tensor(photo.resize((2000, 500)), 800).shape == (3, 333, 1332)
 
-@wants('PIL', 'matplotlib')
 def test_detr_detects(tmp_path):
     """A run on photos finds things in others; one that cannot be read is left out. All is drawn,
     and below the surest alone; and it is said where there is none."""
-    Figure, data = importlib.import_module('matplotlib.figure').Figure, detr_data(tmp_path)
+    Figure, data = package('matplotlib.figure').Figure, detr_data(tmp_path)
     done(detr, *tiny(detr, tmp_path, '--data', data, '--random-tokens', 4))
     folder, drawn = tmp_path / 'mine/train', []
     write(tmp_path / 'other/b.png', 'no photo')
@@ -1818,7 +1819,6 @@ def test_killed(tmp_path):
     assert process.wait() == -signal.SIGKILL and checkpoint(gpt, out)['progress'][0] < 60
     same_runs(done(gpt, *flags), done(gpt, *flags, '--resume', '--out-dir', out))
 
-@wants('PIL')
 def test_never_scored_again(tmp_path):
     """A finished run's report comes from its log and weights. If the script was edited since,
     --resume is refused, and what uses the run says so. Its checkpoint may be gone."""
@@ -1955,7 +1955,6 @@ import json, os, sys
 import torch._dynamo  # three seconds, here for both
 child = os.fork()
 os.environ.update(dict.fromkeys(['RANK', 'LOCAL_RANK'], str(int(child > 0))))
-sys.modules['scipy'] = None  # no time for it
 import test_all
 test_all.one_of_two(json.loads(sys.argv[1]))
 sys.exit(child > 0 and os.waitpid(child, 0)[1] > 0)
@@ -2258,7 +2257,6 @@ def test_door_makes_data_again(tmp_path):
     refused(tmp_path, dict.fromkeys(
         ['text notes.txt', 'text notes.txt --name mine'], 'not made by this version'))
 
-@wants('PIL')
 def test_door_opens_photos_as_viewers_do(tmp_path):
     """Upright in all eight orientations, clear on white, deep greys by the data set's bits."""
     upright = np.zeros((6, 4, 3), np.uint8)
@@ -2278,7 +2276,6 @@ def test_door_opens_photos_as_viewers_do(tmp_path):
         paint(file, pixels)
         assert prepare_data.open_photo(file, bits=bits).getpixel((0, 0)) == want
 
-@wants('PIL')
 def test_door_reads_photos(tmp_path):
     """Classes and splits are told from folders; photos stay where they are."""
     def rows(folder, numbers, names='cat dog'):
@@ -2320,7 +2317,6 @@ def test_door_reads_photos(tmp_path):
     final, meta, _ = prepared(tmp_path, 'photos beasts --name pets')
     assert meta['checksum'] == checksum and held(final)['test'][0][1][0] == 'beasts'
 
-@wants('PIL')
 def test_door_refuses_photos(tmp_path):
     """What could be meant otherwise is told; photos that cannot be read can be left out."""
     paint_classes(tmp_path / 'beside/train')
@@ -2352,7 +2348,6 @@ def test_door_refuses_photos(tmp_path):
     assert meta['train'] + meta['test'] == 15 and out.count('fault ') == 5, out
     assert '5 photos are left out' in out
 
-@wants('PIL')
 def test_door_reads_objects(tmp_path):
     """The same boxes from COCO, Roboflow, and from what has one meaning."""
     def each(what, change):
@@ -2398,7 +2393,6 @@ def test_door_reads_objects(tmp_path):
     shutil.rmtree(tmp_path / 'coco/val2017')  # every tenth is held out
     assert prepared(tmp_path, 'objects coco --name one')[1]['val'] == 1
 
-@wants('PIL')
 def test_door_refuses_objects(tmp_path):
     """What has no one meaning is told by file and entry, over all stages at once."""
     def one(what, **entry):
@@ -2435,9 +2429,9 @@ def test_door_refuses_objects(tmp_path):
         assert [photo for photo, _ in held(final)['train']] == ['1', '2'], (name, held(final))
         assert '1 photos are left out' in out and 'fault ' in out, out
 
-@wants('PIL', 'supervision')
 def test_door_names_a_converter(tmp_path):
     """What its line says makes COCO's form of Pascal VOC and of YOLO, whatever the names are."""
+    package('supervision')
     names, box = ["driver's seat", 'cup, small', '01'], [4, 5, 20, 10]
     for i in range(11):
         for folder in 'voc/photos', 'yolo/images':
@@ -2571,9 +2565,9 @@ def serving(body, cuts=0):
 
 @loopback()
 @patch('prepare_data.PAUSE', 0)
-@wants('requests')
 def test_door_downloads(tmp_path):
     """They go on where they broke off; a wrong file is thrown away, and the next mirror asked."""
+    package('requests')
     body = b'to be or not to be\n' * 20_000
     size, digest, raw = len(body), hashlib.sha256(body).hexdigest(), tmp_path / 'data/download/x'
     def get(*urls):
@@ -2606,7 +2600,6 @@ def archive(kind, members):
                 out.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
 
-@wants('PIL')
 def test_door_archives(tmp_path):
     """Members with the expected names end where they should, and no others."""
     paint(tmp_path / 'x.jpg', flat(30, 40, 99))
@@ -2775,7 +2768,6 @@ def fake(figure):
     runs, data = [], types.SimpleNamespace(meta=dict(checksum=9))
     return patch.multiple(gpt, train=train, load_data=lambda c: data), runs
 
-@wants('scipy')
 def test_compare_chooses_and_judges(tmp_path):
     """Each variant's best rate by the seeds that all of its rates have. Then other seeds judge: in
     pairs, from softmax or --against, with wider intervals for more rows. What diverges is worst."""
@@ -2826,7 +2818,6 @@ def test_compare_chooses_and_judges(tmp_path):
         done(compare, *flags('c.csv', '4e-3', '1'), '--max-iters', 7)
         refuse(compare, ['softmax differ in max_iters'], *read('c.csv'))
 
-@wants('scipy')
 def test_compare_mistakes(tmp_path):
     """They end in one line before anything is trained. What Excel has saved is read."""
     file, text = tmp_path / 'a.csv', lambda name: tmp_path / f'{name}.csv'
@@ -2861,7 +2852,6 @@ def test_compare_mistakes(tmp_path):
         refuse(compare, ['semicolons.csv', 'commas'], *flags, '--from-csv', text('semicolons'))
     assert len(runs) == 2, runs
 
-@wants('scipy')
 def test_compare_takes_runs_from_their_folders(tmp_path):
     """After a stop, with rows that are lost or cut, beside another command; names with dots."""
     file = tmp_path / 'rate_0.1'  # endings are appended
@@ -2899,7 +2889,6 @@ def test_compare_takes_runs_from_their_folders(tmp_path):
         text_data(tmp_path, TEXT + 'other').rename(tmp_path / 'data/7')
         refuse(compare, ['checksum', 'name another file with --csv'], *flags)
 
-@wants('scipy')
 def test_compare_and_bench(tmp_path):
     """Each script once. Inference is the forward pass alone, by a clock."""
     clock = [0.0]
@@ -2930,7 +2919,6 @@ def test_compare_and_bench(tmp_path):
     alone = done(compare, 'attentionx_gpt', *short_run(gpt, tmp_path), '--seeds', '0,1')
     assert [row['case'] for row in alone] == ['as typed'], alone
 
-@wants('scipy')
 def test_compare_shares_a_teacher(tmp_path):
     """Of a seed of its own. With --init none is trained."""
     file = tmp_path / 'a.csv'
@@ -2945,9 +2933,9 @@ def test_compare_shares_a_teacher(tmp_path):
     with patch.object(mask, 'train_teacher', None):
         done(compare, *flags, '--seeds', '0', '--csv', tmp_path / 'b.csv', '--init', *teachers)
 
-@wants('scipy', 'matplotlib')
 def test_compare_draws(tmp_path):
     """Means and ranges of all curves; a shorter log, or none, is left out with a note."""
+    package('matplotlib')
     file, drawn = tmp_path / 'a.csv', []
     end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--seeds', '0,1', '--csv', file,
               '--sweep', 'attention=belief,softmax', report=contextlib.nullcontext)
@@ -2986,7 +2974,6 @@ def test_compare_draws(tmp_path):
     end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--eval-interval', 0, '--seeds', '0')
     assert 'no picture of a single evaluation' in end.out, end.out
 
-@wants('scipy')
 def test_compare_with_a_file(tmp_path):
     """--with adds a variant. Once it is edited, its runs do not go on; an error names its row."""
     mine, head = tmp_path / 'mine.py', 'import attentionx_gpt\nattentionx_gpt.ATTENTION'
@@ -3008,7 +2995,7 @@ def test_compare_with_a_file(tmp_path):
 def test_diagnose(tmp_path):
     """A layer of each script by hand: MH, what replaces it, and both after W^o, without its bias;
     BeliefFormer*'s is Delta W^o + Delta_s W^s. A GPT's tokens all count, of a ViT's the first."""
-    diagnose = importlib.import_module('diagnose')
+    diagnose = package('diagnose')
     for script in gpt, vit:
         c = script.parse(tiny(script, tmp_path, '--attention', 'belief-star', '--batch-size', 64,
                               *['--bias'] * (script is gpt)))[1]
@@ -3049,7 +3036,7 @@ def test_diagnose_of_detr(tmp_path):
     model = fill(detr.make_model(c, data.meta)).to(DEVICE).eval()
     attn = model.transformer.decoder.layers[1].multihead_attn
     hook = attn.register_forward_pre_hook(lambda module, args: seen.append(args))
-    found = importlib.import_module('diagnose').diagnose(model, detr.evaluate, data, c, DEVICE)
+    found = package('diagnose').diagnose(model, detr.evaluate, data, c, DEVICE)
     hook.remove()
     assert not attn._forward_pre_hooks and sum(len(args[0]) for args in seen) == 8, seen
     for *qkv_in, padding in seen:
@@ -3066,11 +3053,10 @@ def test_diagnose_of_detr(tmp_path):
     assert 0.5 < found['1.cross_relu'] < 1 and found['0.self_thin'] == 1, found
     assert found['0.self_five'] == 0 and found['1.self_five'] > 0, found
 
-@wants('scipy')
 def test_diagnose_of_runs(tmp_path):
     """Every row of ATTENTION has figures, also where V is 0. They change nothing else."""
-    diagnose = importlib.import_module('diagnose')
-    iterations = importlib.import_module('iterations')
+    diagnose = package('diagnose')
+    iterations = package('iterations')
     for script, figure in (gpt, 'cos2_update'), (vit, 'cos2_update'), (detr, 'cross_five'):
         data = script.load_data(script.parse(tiny(script, tmp_path))[1])
         for name in script.ATTENTION:
@@ -3102,10 +3088,9 @@ def test_diagnose_of_runs(tmp_path):
     log = compare.read_rows(tmp_path / 'a-log.csv')
     assert len(log) == 3 and all('0.longer' in line for line in log), log
 
-@wants('scipy')
 def test_memory(tmp_path):
     """Only eager attention's grows as T squared. Blocks need far less for a training step, too."""
-    memory = importlib.import_module('memory')
+    memory = package('memory')
     small = '--n-head', 1, '--n-embd', 8, '--block-size', 512, '--device', 'cpu'
     done(memory, 'lengths', *small, '--out-dir', tmp_path)
     rows = compare.read_rows(tmp_path / 'memory/lengths.csv')
@@ -3162,7 +3147,6 @@ def test_same_functions():
             assert told <= marked, (script.SCRIPT, told - marked)
             assert kind == 'Sec' or told == marked, (script.SCRIPT, marked - told)
 
-@wants('scipy')
 def test_commands_in_the_texts():
     """What README and docstrings tell to type is what the programs take."""
     programs = {script.SCRIPT: script.parse for script in SCRIPTS}
@@ -3202,7 +3186,6 @@ def test_what_others_left_behind(tmp_path):
             torch.set_default_dtype(torch.float32)
 
 @loopback()
-@wants('nbclient', 'ipykernel', 'matplotlib')
 def test_notebook(tmp_path):
     """README's cell, twice, in a real kernel; then %run of another script, and !python."""
     without = shutil.ignore_patterns('.git', 'out', 'data')
@@ -3218,7 +3201,7 @@ def test_notebook(tmp_path):
     flags = ' '.join(short_run(mask, tmp_path, '--max-iters', 2, *CPU))
     cells += [(f'%run {mask.SCRIPT}.py {flags}', 'step 2/2'),
               (f'!{sys.executable} prepare_data.py', 'shakespeare')]
-    nbclient, nbformat = map(importlib.import_module, ('nbclient', 'nbformat'))
+    nbclient, nbformat, *_ = map(package, ('nbclient', 'nbformat', 'ipykernel', 'matplotlib'))
     book = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(text) for text, *_ in cells])
     nbclient.NotebookClient(book, timeout=300, allow_errors=True, kernel_name='python3',
@@ -3228,7 +3211,6 @@ def test_notebook(tmp_path):
         errors = [one.get('evalue') for one in found.outputs if one.output_type == 'error']
         assert all(word in out for word in words) and not errors, (text, errors, out[:2000])
 
-@wants('scipy')
 def test_exercises(tmp_path):
     """At most ten lines each; the old text stands there once; every case trains."""
     text = (HERE / 'experiments/exercises.md').read_text('utf-8')
@@ -3256,10 +3238,9 @@ def test_exercises(tmp_path):
                 flags = *rest, *short_run(script, tmp_path), '--max-iters', 2, flag
                 assert done(module, *flags)['step'] == 2, (command, flag)
 
-@wants('scipy', 'matplotlib')
 def test_pictures_of_the_texts():
     """figures.py draws those that texts show; method.png's code is the scripts'."""
-    figures, made = importlib.import_module('figures'), set()
+    figures, made = package('figures'), set()
     with patch.object(figures, 'save', lambda figure, name: made.add(f'{name}.png')):
         figures.main()
     for name in 'README.md', 'experiments/results.md', 'experiments/exercises.md':
