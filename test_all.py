@@ -1825,7 +1825,9 @@ def test_never_scored_again(tmp_path):
     paint(tmp_path / 'a.png', flat(20, 30, 99))
     for script, action in (gpt, 'sample'), (vit, 'predict'), (detr, 'detect'), (mask, 'criteria'):
         flags = short_run(script, tmp_path, *CPU)
+        torch.set_default_dtype(torch.float64)  # as another cell of a notebook may
         end = run(script, *flags)
+        assert torch.get_default_dtype() == torch.float32, script.SCRIPT
         folder, before = end.result['folder'], contents(end.result['folder'])
         with patch.multiple(script, evaluate=None, train_step=None):
             again = run(script, *flags, '--resume')
@@ -2811,7 +2813,7 @@ def test_compare_chooses_and_judges(tmp_path):
         assert [row['case'] for row in end.result] == chosen, end.result
         assert '0.016: 2.2000 x 1   by the 1 that all have' in end.out, end.out
         done(compare, *flags('b.csv', '32e-3', '2'))
-        refuse(compare, ['--tune learning_rate', 'no seed', '16e-3', '32e-3'], *read('b.csv', *tune))
+        refuse(compare, ['no seed', '16e-3', '32e-3'], *read('b.csv', *tune))
 
         one = run(compare, *flags('c.csv', '4e-3', '0')).out
         assert 'nan' not in one and '+1.1000                       -' in one, one
@@ -2890,7 +2892,8 @@ def test_compare_takes_runs_from_their_folders(tmp_path):
         refuse(compare, ['checksum', 'name another file with --csv'], *flags)
 
 def test_compare_and_bench(tmp_path):
-    """Each script once. Inference is the forward pass alone, by a clock."""
+    """Each script once; rows of masks share a teacher, of a seed of its own, or that of --init.
+    Inference is the forward pass alone, by a clock."""
     clock = [0.0]
     def takes(seconds, whole):  # by a clock that nothing else moves
         def slower(*args):
@@ -2898,10 +2901,11 @@ def test_compare_and_bench(tmp_path):
             return whole(*args)
         return slower
     for script, net in zip(SCRIPTS, (gpt.GPT, vit.ViT, detr.DETR, mask.GPT2)):
-        flags = [script.SCRIPT, *short_run(script, tmp_path), '--sweep', 'learning_rate=1e-3,1e-2']
-        end = run(compare, *flags, '--seeds', '0')
-        assert len(end.result) == 2 and 'run 2 of 2: 1e-2, seed 0' in end.out, end
-        assert len([*tmp_path.glob(f'out/{script.SCRIPT}/compare-*.csv')]) == 1
+        flags = [script.SCRIPT, *tiny(script, tmp_path), '--sweep', 'learning_rate=1e-3,1e-2']
+        flags += ['--teacher-seed', 5] * (script is mask)
+        end = run(compare, *flags, '--seeds', '0,1' if script is mask else '0')
+        assert len(end.result) == 2 and ': 1e-2, seed 0' in end.out, end
+        rows_of, = tmp_path.glob(f'out/{script.SCRIPT}/compare-*.csv')
         file, nets = tmp_path / f'{script.SCRIPT}.csv', 1 + (script is mask)  # and its teacher
         with (patch.object(time, 'perf_counter', lambda: clock[0]),
               patch.object(net, 'forward', takes(lambda *_: 1, net.forward)),
@@ -2916,22 +2920,12 @@ def test_compare_and_bench(tmp_path):
         close(times, [1000, 1000], 1e-3)
         shown = run(compare, script.SCRIPT, '--bench', '--from-csv', file)
         assert bench.out.endswith(shown.out), (bench.out, shown.out)
-    alone = done(compare, 'attentionx_gpt', *short_run(gpt, tmp_path), '--seeds', '0,1')
-    assert [row['case'] for row in alone] == ['as typed'], alone
-
-def test_compare_shares_a_teacher(tmp_path):
-    """Of a seed of its own. With --init none is trained."""
-    file = tmp_path / 'a.csv'
-    flags = ['mask_distill', *tiny(mask, tmp_path), '--seeds', '0,1', '--sweep',
-             'masks=window:4,window:8']
-    at = flags.index('--masks')
-    del flags[at:at + 2]
-    done(compare, *flags, '--csv', file, '--teacher-seed', 5)
-    rows = compare.read_rows(file)
-    teachers = {row['init'] for row in rows}
-    assert len(rows) == 4 and len(teachers) == 1 and load(*teachers)['config']['seed'] == 5
+    teachers = {row['init'] for row in compare.read_rows(rows_of)}
+    assert len(teachers) == 1 and load(*teachers)['config']['seed'] == 5
     with patch.object(mask, 'train_teacher', None):
-        done(compare, *flags, '--seeds', '0', '--csv', tmp_path / 'b.csv', '--init', *teachers)
+        done(compare, *flags[:-2], '--seeds', '0', '--init', *teachers)
+    alone = done(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--seeds', '0,1')
+    assert [row['case'] for row in alone] == ['as typed'], alone
 
 def test_compare_draws(tmp_path):
     """Means and ranges of all curves; a shorter log, or none, is left out with a note."""
@@ -3170,20 +3164,13 @@ def test_commands_in_the_texts():
         seen.append(name)
     assert {*programs} <= {*seen} and len(seen) > 30, seen
 
-def test_what_others_left_behind(tmp_path):
-    """torchrun's variables without torchrun; another cell's default dtype."""
+def test_what_others_left_behind():
+    """torchrun's variables without torchrun."""
     left = dict(WORLD_SIZE='2'), dict(WORLD_SIZE='', RANK=''), dict(WORLD_SIZE='1', RANK='3')
     for script, variables in itertools.product((gpt, vit, detr), left):
         with patch.dict(os.environ, variables):
             module = runpy.run_path(script.__file__)
         assert (module['WORLD'], module['RANK']) == (1, 0), (script.SCRIPT, variables)
-    for script in SCRIPTS:
-        torch.set_default_dtype(torch.float64)
-        try:
-            assert done(script, *short_run(script, tmp_path, '--max-iters', 0))['step'] == 0
-            assert torch.get_default_dtype() == torch.float32, script.SCRIPT
-        finally:
-            torch.set_default_dtype(torch.float32)
 
 @loopback()
 def test_notebook(tmp_path):
