@@ -186,16 +186,12 @@ def tiny(script, path, *more):
     return [str(word) for word in (*flags, *more)]
 
 def short_run(script, path, *more):
-    """Flags of tiny and, for mask_distill.py, a teacher, so that no run has to train one."""
-    return tiny(script, path, *(('--init', mask_teacher(path)) if script is mask else ()), *more)
-
-def mask_teacher(path):
-    """A small teacher's file, whose attention is far from uniform."""
+    """Flags of tiny and, for mask_distill.py, a teacher whose attention is far from uniform."""
     file, c = path / 'teacher.pt', mask.Config(**SMALL_GPT, vocab_size=256, masks='')
-    if not file.exists():
-        state = fill(mask.GPT2(c)).state_dict()
-        torch.save(dict(model=state, config=dataclasses.asdict(c), data={}), file)
-    return file
+    if script is mask and not file.exists():
+        model = fill(mask.GPT2(c)).state_dict()
+        torch.save(dict(model=model, config=dataclasses.asdict(c), data={}), file)
+    return tiny(script, path, *(('--init', file) if script is mask else ()), *more)
 
 @contextlib.contextmanager
 def quick_report():
@@ -1714,20 +1710,15 @@ RECORDED = [
      0.2825102, 0.299333, 0.2825102),
 ]
 
-def portable_dropout():
-    """A patch: dropout by torch.rand, whose numbers are the same in every PyTorch."""
-    attend = F.scaled_dot_product_attention
-    def dropout(x, p=0.5, training=True, inplace=False):
+def test_runs_as_recorded(tmp_path):
+    """Batches, augmentation, dropout, rates, decay, clipping, accumulation and evaluations."""
+    attend, wrong = F.scaled_dot_product_attention, []
+    def dropout(x, p=0.5, training=True, inplace=False):  # the same numbers in every PyTorch
         return x * (torch.rand(x.shape) >= p) / (1 - p) if training and p else x
     def attention(*args, dropout_p=0.0, **more):
         return dropout(attend(*args, **more), dropout_p)
-    return patch.multiple(F, dropout=dropout, scaled_dot_product_attention=attention)
-
-def test_runs_as_recorded(tmp_path):
-    """Batches, augmentation, dropout, rates, decay, clipping, accumulation and evaluations."""
-    wrong = []
     for script, flags, *want in RECORDED:
-        with portable_dropout():
+        with patch.multiple(F, dropout=dropout, scaled_dot_product_attention=attention):
             log = done(script, *short_run(script, tmp_path, *CPU, *flags.split()))['log']
         got = log[0]['val_loss'], log[-1]['loss'], log[-1]['val_loss']
         if not np.allclose(got, want, rtol=1e-4):
