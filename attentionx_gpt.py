@@ -711,6 +711,7 @@ def resume_run(c, meta, model, optimizer, scaler):
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
     scaler.load_state_dict(saved['scaler'])
+    print(f'resumed at step {saved["progress"][0]}/{c.max_iters}')
     return saved['progress']
 
 def write_log(folder, log):
@@ -766,7 +767,7 @@ def run_folder(c, preset, given):
 def train_and_report(c):
     """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
     data, folder = load_data(c), Path(c.folder)
-    print(f'folder  {folder}' + (', from its last checkpoint' if c.resume else ''))
+    print(f'folder  {folder}')
     if 0 < c.max_iters <= c.warmup_iters:
         print('note    training ends within --warmup-iters: the rate will not reach its peak')
     model, log = train(c, folder if RANK == 0 else None, data)

@@ -1789,7 +1789,7 @@ def test_stopped_and_resumed(tmp_path):
                 end = run(script, *flags, *out, '--resume')
             assert end.code == 130 and '--resume continues' in end.out.splitlines()[-1], (stop, end)
         end = run(script, *flags, *out, '--resume')
-        assert end.code == 0 and 'from its last checkpoint' in end.out, (script.SCRIPT, end.err)
+        assert end.code == 0 and 'resumed at step' in end.out, (script.SCRIPT, end.err)
         same_runs(whole, end.result)
         assert len([*out[1].glob('*/*/ckpt.pt')]) == 1 + teachers, script.SCRIPT
         scaler = load(whole['folder'] / 'ckpt.pt')['scaler']
@@ -2015,7 +2015,7 @@ def test_cuda(tmp_path):
         with interrupted(script, 5):
             run(script, *begun, *CPU)
         end = run(script, '--resume', *begun)
-        assert end.code == 0 and 'from its last' in end.out, (end.out, end.err)
+        assert end.code == 0 and 'resumed at step' in end.out, (end.out, end.err)
         for dtype in ('float16', 'bfloat16'):
             end = run(script, *begun, '--dtype', dtype)
             assert end.code == 0 and math.isfinite(end.result['loss']), (end.out, end.err)
@@ -3175,7 +3175,7 @@ def test_notebook(tmp_path):
     cell = cell.replace('/content/drive/MyDrive', str(tmp_path)).replace('/content', str(tmp_path))
     cell = cell.replace("'--preset', 't4'", repr(tiny(gpt, tmp_path, *CPU))[1:-1])
     assert "'--max-iters', '6'" in cell, cell
-    cells = [(cell, 'step 6/6', 'image/png'), (cell, 'from its last', 'image/png')]
+    cells = [(cell, 'step 6/6', 'image/png'), (cell, 'resumed at step', 'image/png')]
     flags = ' '.join(short_run(mask, tmp_path, '--max-iters', 2, *CPU))
     cells += [(f'%run {mask.SCRIPT}.py {flags}', 'step 2/2'),
               (f'!{sys.executable} prepare_data.py', 'shakespeare')]
