@@ -2225,11 +2225,35 @@ def test_door_refuses_texts_and_arrays(tmp_path):
         'arrays lone': 'no train', 'arrays point': 'point/train.npz'})
 
 def test_door_makes_data_again(tmp_path):
-    """The same command does so, always; from another place it must have the same contents."""
+    """The same command does so, always; from another place it must have the same contents. Nothing
+    half made is left after a kill, of two runs at once, after an error."""
     source, far = tmp_path / 'notes.txt', tmp_path / 'far/notes.txt'
     write(source, TEXT)
-    final, meta, out = prepared(tmp_path, 'text notes.txt')
-    assert 'anew' not in out
+    part = tmp_path / 'data/notes.part-1'  # another run's
+    for age, there in (0, True), (4000, False):
+        part.mkdir(parents=True, exist_ok=True)
+        os.utime(part, (time.time() - age,) * 2)
+        shutil.rmtree(tmp_path / 'data/notes', ignore_errors=True)
+        final, meta, out = prepared(tmp_path, 'text notes.txt')
+        assert part.exists() == there and 'anew' not in out, out
+    whole, make = prepare_data.put_in_place, prepare_data.complete
+    def slower(made, *more):  # another run ends first
+        with patch.object(prepare_data, 'put_in_place', whole), \
+                patch.object(prepare_data.os, 'getpid', lambda: 7):
+            prepared(tmp_path, 'text notes.txt')
+        return whole(made, *more)
+    with patch.object(prepare_data, 'put_in_place', slower):
+        prepared(tmp_path, 'text notes.txt')
+    assert [path.name for path in (tmp_path / 'data').iterdir()] == ['notes']
+    before = contents(final)
+    write(source, TEXT + 'more')
+    def full(*args):
+        make(*args)
+        raise OSError(28, 'No space left on device')
+    with patch.object(prepare_data, 'complete', full):
+        refused(tmp_path, {'text notes.txt': 'No space left'})
+    assert contents(final) == before
+
     (final / 'train.bin').write_bytes(b'cut')
     for text, said in (TEXT, 'are the same'), (TEXT + 'more', 'are others'):
         write(source, text)
@@ -2635,35 +2659,6 @@ def test_door_archives(tmp_path):
         (path / 'data' / name).rename(path / 'data/old')
         (path / [*raw][0]).write_bytes(b'<!doctype html>')
         refused(path, {command: 'not the archive'})
-
-def test_door_leaves_nothing_half_made(tmp_path):
-    """After a kill, of two runs at once, after an error."""
-    write(tmp_path / 'notes.txt', TEXT)
-    part = tmp_path / 'data/notes.part-1'
-    for age, there in (0, True), (4000, False):
-        part.mkdir(parents=True, exist_ok=True)
-        os.utime(part, (time.time() - age,) * 2)
-        shutil.rmtree(tmp_path / 'data/notes', ignore_errors=True)
-        final = prepared(tmp_path, 'text notes.txt')[0]
-        assert part.exists() == there
-    whole, make = prepare_data.put_in_place, prepare_data.complete
-    def slower(made, *more):  # another run ends first
-        with patch.object(prepare_data, 'put_in_place', whole), \
-                patch.object(prepare_data.os, 'getpid', lambda: 7):
-            prepared(tmp_path, 'text notes.txt')
-        return whole(made, *more)
-    with patch.object(prepare_data, 'put_in_place', slower):
-        prepared(tmp_path, 'text notes.txt')
-    assert [path.name for path in (tmp_path / 'data').iterdir()] == ['notes']
-    before = contents(final)
-    write(tmp_path / 'notes.txt', TEXT + 'more')
-    def full(*args):
-        make(*args)
-        raise OSError(28, 'No space left on device')
-    with patch.object(prepare_data, 'complete', full):
-        refused(tmp_path, {'text notes.txt': 'No space left'})
-    assert contents(final) == before
-    assert 'are others' in prepared(tmp_path, 'text notes.txt')[2]
 
 # ------------------------------------ the command line ------------------------------------
 def test_configs():
