@@ -1134,7 +1134,7 @@ def report(c, model, log, folder, data):
     draw(draw_found, folder / 'detections.png', examples, answers, data.meta['classes'])
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
     if c.data == 'builtin':
-        print(f'next    python {SCRIPT}.py --cross-attention NAME: the same drawings, another way\n'
+        print(f'next    python {SCRIPT}.py --cross-attention NAME ({", ".join(ATTENTION)})\n'
               '        python prepare_data.py objects FOLDER: photos of your own')
     else:
         print(f'next    python {SCRIPT}.py detect --folder "{folder}" --images PHOTO ...')
@@ -1193,7 +1193,7 @@ def draw_found(path, examples, answers, classes):
         draw_boxes(column[0], found, classes)
         draw_boxes(column[1], found[:1], classes)
         if not found:
-            column[0].set_title('no score is high enough to show')
+            column[0].set_title('no score reaches --threshold')
     figure.savefig(path)
 
 def draw_boxes(axis, found, classes):
@@ -1297,7 +1297,7 @@ def load_run(c):
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
     file = max(files, key=os.path.getmtime)
     saved = load(file)
-    print(f'run     {file.parent}')
+    print(f'run     {file.parent}, trained on {saved["config"].get("data")}')
     if saved.get('code') != CODE:
         print(f'note    {SCRIPT}.py has changed since that run was trained')
     try:
@@ -1350,6 +1350,9 @@ def draw_curves(path, log, panels):
         first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
         rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        low, high = axis.get_ylim()  # a tenth of the height or more: noise should look small
+        more = max(0, 0.1 * abs(high) - (high - low)) / 2
+        axis.set_ylim(low - more, high + more)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     figure.savefig(path)
@@ -1439,7 +1442,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; --resume continues a training command from its last checkpoint')
+        print('\nstopped; the same command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

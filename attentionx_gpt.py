@@ -685,7 +685,7 @@ def load_run(c):
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
     file = max(files, key=os.path.getmtime)
     saved = load(file)
-    print(f'run     {file.parent}')
+    print(f'run     {file.parent}, trained on {saved["config"].get("data")}')
     if saved.get('code') != CODE:
         print(f'note    {SCRIPT}.py has changed since that run was trained')
     try:
@@ -738,6 +738,9 @@ def draw_curves(path, log, panels):
         first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
         rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        low, high = axis.get_ylim()  # a tenth of the height or more: noise should look small
+        more = max(0, 0.1 * abs(high) - (high - low)) / 2
+        axis.set_ylim(low - more, high + more)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     figure.savefig(path)
@@ -827,7 +830,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; --resume continues a training command from its last checkpoint')
+        print('\nstopped; the same command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

@@ -912,8 +912,8 @@ def report(c, model, log, folder, data):
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     commonest = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
-          f'best weights {accuracy:.1%}\n        (a linear model on the same pixels: '
-          f'{linear_accuracy(data):.1%}, always the commonest class of the test set: '
+          f'weights best in validation {accuracy:.1%}\n        (a linear model on the same pixels: '
+          f'{linear_accuracy(data):.1%}; the commonest class of the test set for all: '
           f'{commonest:.1%})')
     draw(draw_curves, folder / 'curves.png', log, {
         'training loss (nats per image)': 'loss', 'validation accuracy (0 to 1)': 'val_acc'})
@@ -1012,7 +1012,7 @@ def load_run(c):
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
     file = max(files, key=os.path.getmtime)
     saved = load(file)
-    print(f'run     {file.parent}')
+    print(f'run     {file.parent}, trained on {saved["config"].get("data")}')
     if saved.get('code') != CODE:
         print(f'note    {SCRIPT}.py has changed since that run was trained')
     try:
@@ -1065,6 +1065,9 @@ def draw_curves(path, log, panels):
         first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
         rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        low, high = axis.get_ylim()  # a tenth of the height or more: noise should look small
+        more = max(0, 0.1 * abs(high) - (high - low)) / 2
+        axis.set_ylim(low - more, high + more)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     figure.savefig(path)
@@ -1154,7 +1157,7 @@ def main(argv=()):
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; --resume continues a training command from its last checkpoint')
+        print('\nstopped; the same command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

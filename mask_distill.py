@@ -776,7 +776,8 @@ def train(c, folder=None, data=None, teacher=None):
             save(folder, 'ckpt.pt', dict(
                 weights, settings=asdict(c), optimizer=optimizer.state_dict(),
                 scaler=scaler.state_dict(), progress=(step, seconds, log)))
-            print(f'step {step}/{c.max_iters}: val_loss {row["val_loss"]:.4g}', flush=True)
+            print(f'step {step}/{c.max_iters}: {"KL to the teacher" if teacher else "val_loss"} '
+                  f'{row["val_loss"]:.4g}', flush=True)
         if step >= c.max_iters:
             return model, log
 
@@ -821,7 +822,7 @@ def print_criteria(c, model, teacher, data, trained=None):
     """Print MA's goals beside the figures of the masks alone [MA Sec. 2.5] and of the trained
     student, on c.eval_rows sequences -> the student's. `trained`: its log's last row has these."""
     print(f'\ngoals   beside the teacher, whose accuracy counts as 1\n'
-          f'{"":20}{"masks alone":20}trained', flush=True)  # what follows takes its time
+          f'{"":20}{"before training":20}trained', flush=True)  # what follows takes its time
     batches = [*validation(data, c, teacher.wte.weight.device)]
     trained = trained or measure(model, teacher, batches)
     alone = measure(make_student(teacher, c).eval(), teacher, batches)
@@ -844,13 +845,13 @@ def draw_layers(path, log, n_layer, masks):
     kinds, steps = parse_masks(masks), [row['step'] for row in log]
     page = figure.Figure(figsize=(5 * len(kinds), 4), layout='tight')
     for k, (kind, n) in enumerate(kinds, 1):
-        axis = page.add_subplot(1, len(kinds), k, xlabel='step',
+        axis = page.add_subplot(1, len(kinds), k, xlabel='step', ylim=(0, 1),
                                 title=f'coefficient of the mask {kind}:{n}')
         for layer in range(n_layer):
             axis.plot(steps, [row[f'{layer}.{kind}:{n}'] for row in log], '.-',
                       color=colormaps['viridis'](layer / n_layer), label=f'layer {layer}')
         axis.grid(alpha=0.3)
-    axis.legend()
+        axis.legend()
     page.savefig(path)
 
 def write_on(c, teacher, student, tokenizer):
@@ -881,8 +882,8 @@ def criteria(c):
     data = load_data(c)
     if data.meta['checksum'] != saved['data']['checksum']:
         print('note    that run was trained on other data')
-    print(f'judging on {c.eval_rows or "all"} validation sequences (--judge-rows 64 is quicker)',
-          flush=True)
+    hint = '' if 0 < c.eval_rows <= 64 else ' (--judge-rows 64 is quicker)'
+    print(f'judging on {c.eval_rows or "all"} validation sequences{hint}', flush=True)
     return print_criteria(c, student, teacher, data)
 
 # ------------------------------------ runs ------------------------------------
@@ -987,6 +988,9 @@ def draw_curves(path, log, panels):
         first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
         rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
+        low, high = axis.get_ylim()  # a tenth of the height or more: noise should look small
+        more = max(0, 0.1 * abs(high) - (high - low)) / 2
+        axis.set_ylim(low - more, high + more)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     figure.savefig(path)
@@ -1068,7 +1072,7 @@ def main(argv=()):
             torch.set_num_threads(c.threads)
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; --resume continues a training command from its last checkpoint')
+        print('\nstopped; the same command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

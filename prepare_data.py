@@ -915,6 +915,8 @@ def examine(photo):
         if shown.size != (photo.size or shown.size):
             photo.wrong = f'it has {shown.size} pixels, but {photo.size} in its annotations'
         photo.size = shown.size
+    except FileNotFoundError:
+        photo.wrong = 'is listed, but not there'
     except Exception as error:  # Pillow raises half a dozen kinds
         photo.wrong = f'cannot be read as a photo: {error}'
 
@@ -1356,7 +1358,8 @@ def draw(folder, meta):
             pen.text((left, top - 15), f'{split}: {text}'[:36], 'black')
             for name, x, y, w, h in boxes:
                 x, y = left + scale * x, top + scale * y
-                pen.rectangle((x, y, x + scale * w, y + scale * h), outline='lime', width=2)
+                pen.rectangle((x, y, x + scale * w, y + scale * h), outline='black', width=4)
+                pen.rectangle((x, y, x + scale * w, y + scale * h), outline='white', width=2)
                 pen.rectangle(pen.textbbox((x + 3, y + 1), name), 'black')
                 pen.text((x + 3, y + 1), name, 'white')
             n += 1

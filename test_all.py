@@ -13,8 +13,8 @@
 
 mine.py may lie anywhere. It imports a script and adds to its ATTENTION, PENALTY, KINDS or READINGS,
 as experiments/variants.py does. Each new row must see no later token (in a GPT), keep the rows of a
-batch apart, have the right gradient, start as softmax does, and run in half precision. A row that
-you add to the script itself is tested in the same way, without a word.
+batch apart, have the right gradient, start from softmax's weights, and run in half precision. A row
+that you add to the script itself is tested in the same way, without a word.
 
 No network; nothing is written outside temporary folders. What needs a package beyond torch, numpy,
 tiktoken and requests is skipped where that is missing.
@@ -314,6 +314,7 @@ def add_rows(file):
         OWN.update(name for name in table if table[name] is not rows.get(name))
     if not OWN:
         sys.exit(f'{file} adds no row to ATTENTION, PENALTY, KINDS or READINGS')
+    print(f'rows of {file}: {", ".join(sorted(OWN))}')
 
 @dataclasses.dataclass
 class Variant:
@@ -1416,7 +1417,8 @@ def test_vit_splits(tmp_path):
     assert [(n, light) for n, light, _ in seen] == [(4, 1)] * 3 + [(9, 0)] * 2, seen
     assert seen[3][2] == seen[2][2] != seen[1][2] == seen[4][2], seen
     assert '60 images to train on, 6 held out, 9 to test' in end.out, end.out
-    assert 'accuracy 30.0% on 9 images, with the best weights 70.0%' in end.out, end.out
+    told = 'accuracy 30.0% on 9 images, with the weights best in validation 70.0%'
+    assert told in end.out, end.out
 
 def test_vit_photos(tmp_path):
     """Photos train. predict takes several, and folders; what is no photo is named."""
@@ -2917,7 +2919,7 @@ def test_compare_draws(tmp_path):
     file, drawn = tmp_path / 'a.csv', []
     end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--seeds', '0,1', '--csv', file,
               '--sweep', 'attention=belief,softmax', report=contextlib.nullcontext)
-    assert end.out.splitlines()[-1] == str(tmp_path / 'a.png')
+    assert end.out.splitlines()[-1] == f'picture {tmp_path / "a.png"}'
     assert (tmp_path / 'a.png').stat().st_size > 20000
     def plot(ax, x, y, *_, color, label, **__):
         drawn.append((x, y, color, label))

@@ -428,6 +428,10 @@ def tabulate(script, cases, metric):
         table.append(dict(case=case, size=size or math.nan, mean=mean(ours), sd=sd, diff=diff,
                           interval=half, **{name: mean(figures_of(runs, name)) for name in others}))
     print_table(table, others, 6 if metric == 'kl' else 4)
+    for word, sign in ('higher', 1), ('lower', -1):
+        found = [line['case'] for line in table[1:] if sign * line['diff'] > line['interval']]
+        if found:
+            print(f'{word} than row 1: {", ".join(found)}')
     unresolved = [line['case'] for line in table[1:] if not line['interval'] < abs(line['diff'])]
     if unresolved:
         print(f'not resolved (0 is in the interval, or one seed): {", ".join(unresolved)}')
@@ -489,7 +493,7 @@ def draw_means(path, curves, labels, title, legend):
     axes[0, 0].legend(frameon=False, title=legend)
     picture.suptitle(title)
     picture.savefig(path, dpi=150, facecolor='white')
-    print(f'\n{path}')
+    print(f'\npicture {path}')
 
 def show_curves(script, cases, path):
     """Draw the curves, if the logs are here and have any."""
@@ -497,11 +501,11 @@ def show_curves(script, cases, path):
     if not curves:
         return
     if len(next(iter(curves.values()))[0]) < 3:  # the first is the untrained model's
-        return print('note: no picture of a single evaluation: --eval-interval sets how many')
+        return print('note: no picture: each run was evaluated once, at its end (--eval-interval)')
     differ = [name for name in names_of(script) if name != 'seed'
               and len({repr(row.get(name)) for row in firsts}) > 1]
     labels = dict(zip(('loss', METRIC[script.SCRIPT][0]), LABELS[script.SCRIPT]))
-    title = f'{script.SCRIPT}: means and ranges over the seeds; below, the second half'
+    title = f'{script.SCRIPT}: means and ranges over the seeds; lower row: the second half'
     legend = ', '.join(differ) if len(differ) < 3 else ''
     script.draw(draw_means, path, curves, labels, title, legend)
 
@@ -512,7 +516,7 @@ def present(script, rows, o):
     cases = group_by_case(script, rows, o.against)
     table = tabulate(script, cases, o.metric)
     if not o.from_csv:
-        print('seconds of training, means: ' + ', '.join(
+        print('seconds of training, means (--bench compares speed): ' + ', '.join(
             f'{case} {mean(figures_of(runs, "seconds")):.4g}' for case, runs in cases.items()))
     if o.diagnose and not o.from_csv:
         o.log_csv = o.log_csv or beside(o.csv, '-log.csv')
