@@ -2952,7 +2952,7 @@ def test_compare_draws(tmp_path):
     assert ['0 of 2 runs of softmax' in notes[0], '1 of 2 runs of belief' in notes[1]] == [True] * 2
     assert {colour for _, _, colour, _ in drawn[::2]} == {compare.VARIANTS['belief'][1]}
     end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--eval-interval', 0, '--seeds', '0')
-    assert 'no picture of a single evaluation' in end.out, end.out
+    assert 'no picture: each run was evaluated once' in end.out, end.out
 
 def test_compare_with_a_file(tmp_path):
     """--with adds a variant. Once it is edited, its runs do not go on; an error names its row."""
