@@ -431,10 +431,10 @@ def tabulate(script, cases, metric):
     for word, sign in ('higher', 1), ('lower', -1):
         found = [line['case'] for line in table[1:] if sign * line['diff'] > line['interval']]
         if found:
-            print(f'{word} than row 1: {", ".join(found)}')
+            print(f'{word} than row 1: {"; ".join(found)}')
     unresolved = [line['case'] for line in table[1:] if not line['interval'] < abs(line['diff'])]
     if unresolved:
-        print(f'not resolved (0 is in the interval, or one seed): {", ".join(unresolved)}')
+        print(f'not resolved (0 is in the interval, or one seed): {"; ".join(unresolved)}')
     worst = [f'{row["case"]}, seed {row["seed"]:g}' for row in rows if 'diverged' in row]
     if worst:
         print(f'diverged, which counts as worst: {"; ".join(worst)}')
