@@ -1839,7 +1839,7 @@ def test_never_scored_again(tmp_path):
     newer = done(gpt, *tiny(gpt, tmp_path, *CPU, '--seed', 1))['folder']
     for file in tmp_path.glob('out/attentionx_gpt/*/ckpt.pt'):
         file.unlink()
-    assert f'run     {newer}\n' in run(gpt, 'sample', '--out-dir', tmp_path / 'out').out
+    assert f'run     {newer}, ' in run(gpt, 'sample', '--out-dir', tmp_path / 'out').out
 
 def test_runs_are_named_by_their_command(tmp_path):
     """The same command takes the next free name or, with --resume, continues its newest run, or
@@ -1857,7 +1857,7 @@ def test_runs_are_named_by_their_command(tmp_path):
     os.utime(first / 'ckpt.pt')  # now it is the newest
     assert folder('--resume', '--log-interval', 0, '--top-k', 3) == first
     assert folder('--resume', '--seed', 5) not in (first, second)
-    assert f'run     {first}\n' in run(gpt, 'sample', '--folder', first).out
+    assert f'run     {first}, ' in run(gpt, 'sample', '--folder', first).out
     refuse(gpt, ['--folder'], *flags, '--folder', second, '--resume')
     saved = load(first / 'ckpt.pt')
     torch.save(dict(saved, settings=dict(saved['settings'], beta1=0.7)), first / 'ckpt.pt')
