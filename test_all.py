@@ -1942,6 +1942,8 @@ def test_not_finite(tmp_path):
     assert steps[-1] == 16, steps
     refuse(gpt, ['validation loss', 'nan'], *half, '--dtype', 'float32', '--max-iters', 1,
            '--warmup-iters', 0, '--learning-rate', 4e9, '--eval-interval', 1)
+    losses = [done(gpt, *tiny(gpt, tmp_path), '--grad-clip', clip)['val_loss'] for clip in (0, -1)]
+    assert losses[0] == losses[1], losses  # without clipping
 
 TWO = """
 import json, os, sys
