@@ -236,6 +236,12 @@ def own_intervals():
     ours, *others = [[*x.values()] for x in over_values()]
     for other in others:
         yield stats.ttest_ind(ours, other, equal_var=False).confidence_interval(1 - 0.05 / 2)
+    # ReLU attention against softmax, and the Lasso against ridge regression, each by itself
+    softmax = 'detr-softmax-31-33 detr-softmax-34-42'
+    for (name, case), (other, first) in ((('detr-relu', 'relu'), (softmax, 'softmax')),
+                                         (('detr-cross', 'lasso'), ('detr-cross', 'l2'))):
+        pair = [[*values(*which, 'AP').values()] for which in ((name, case), (other, first))]
+        yield stats.ttest_ind(*pair, equal_var=False).confidence_interval()
     # fresh drawings: the 19 seeds done first, and all; paired, and as planned
     lasso, none = [values('detr-fresh', case, 'AP') for case in ('admm', 'no-weights')]
     for seeds in [seed for seed in lasso if seed < 69 or seed == 71], [*lasso]:
