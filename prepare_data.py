@@ -143,7 +143,8 @@ def parse(argv):
     add('what', metavar='NAME', nargs='?', help='of a download, or what PATH is')
     add('path', metavar='PATH', nargs='?', type=Path, help=f'only after {", ".join(OWN)}')
     add('--name', help="of the result, if not its source's")
-    add('--tokenizer', choices=VOCAB_SIZE, help='of texts; default: bytes, or gpt2 for large ones')
+    add('--tokenizer', choices=VOCAB_SIZE,
+        help='of texts; default: bytes, and gpt2 of wikitext and openwebtext')
     add('--encoding', help='of a text that is not in UTF-8, such as latin-1')
     add('--skip-faults', action='store_true', help='leave out photos that have faults')
     add('--heads', type=int, help='of weights that do not say how many their attention has')
@@ -158,7 +159,7 @@ def parse(argv):
         fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
              if os.path.exists(what) else f'{what} is none of {", ".join(known)}'
              + f': did you mean {" or ".join(like)}?' * bool(like))
-    if what and (what in OWN) != (path is not None):
+    if what and ((what in OWN) != (path is not None) or (path and args.local)):
         fail(f'{", ".join(OWN)} take a PATH of yours, the others --from PATH')
     most = {'coco': 2, 'openwebtext': 21}.get(what, 1)
     if not 1 <= args.parts <= most:
@@ -208,8 +209,10 @@ def choose_final(args, make):
         name = path.parent.name if name in ('model', 'pytorch_model') else name
     name = args.name = args.name or name
     final = DATA / 'weights' / f'{name}.pt' if make is weights else DATA / name
+    inside = [x for x in (args.path, args.local)  # what is replaced must not be the source
+              if x and Path(os.path.abspath(x)).is_relative_to(final.absolute())]
     if (not re.fullmatch(r'[^-./\\\n][^/\\\n]*', name) or name in ('builtin', 'download', 'weights')
-            or final.absolute() == path):
+            or inside):
         fail(f'{name} cannot be the name of the result in {DATA}/: give another one with --name')
     return final
 
@@ -219,7 +222,7 @@ def describe_source(args):
     given = args.path or (None if args.verify else args.local)
     command = args.what + ''.join(
         f' --{key} {x}' for key, x in vars(args).items()
-        if key in ('tokenizer', 'parts', 'heads') and x not in (None, 1))
+        if key in ('tokenizer', 'encoding', 'parts', 'heads') and x not in (None, 1))
     command += '' if args.verify else ' --no-verify'
     return dict(command=command, place=os.path.abspath(given) if given else '')
 
@@ -267,6 +270,8 @@ def put_in_place(made, final, aside):
         made.rename(final)
     except OSError:
         if not final.exists():
+            with contextlib.suppress(FileNotFoundError):
+                aside.rename(final)
             raise
 
 def finish(final, meta, script):
@@ -282,7 +287,8 @@ def finish(final, meta, script):
             draw(final, meta)
             print(f'look at {final / "look.png"}: are these labels, boxes and colours right?')
         except Exception as error:  # a picture is not worth the data
-            note(f'there is no look.png: {error} (it needs `pip install pillow`)')
+            hint = ' (`pip install pillow`)' if isinstance(error, ImportError) else ''
+            note(f'there is no look.png: {error}{hint}')
     print(f'next: python {next_command(final, meta, script)}')
 
 def next_command(final, meta, script):
@@ -293,10 +299,9 @@ def next_command(final, meta, script):
         shortest = min(meta['train'], meta['val']) if meta['kind'] == 'tokens' else math.inf
         window = f' --block-size {shortest - 1}' if shortest <= 64 else ''  # by default 64
         return f'{script} --data {shlex.quote(final.name)}{queries}{window}'
-    if script:  # a preset has all flags
-        return script
-    command = f'{meta["script"]} --init {shlex.quote(final.as_posix())}'
-    if meta['script'] != 'mask_distill.py':  # which takes its sizes from the file
+    command = f'{script or meta["script"]} --init {shlex.quote(final.as_posix())}'
+    # a preset has all flags, and mask_distill.py takes its sizes from the file
+    if not script and meta['script'] != 'mask_distill.py':
         for key, x in meta['config'].items():
             key = key.replace('_', '-')
             command += f' --{"" if x else "no-"}{key}' if type(x) is bool else f' --{key} {x}'
@@ -336,10 +341,8 @@ def gather(args, files):
     except (OSError, ImportError):  # a full disk, a package that is missing
         raise
     except Exception as error:  # what archives raise, and what is none: half a dozen kinds
-        for path, (_, digest, *_) in zip(paths, files):
-            if not args.local and not digest:
-                path.unlink()  # perhaps a login page: get it anew next time
-        fail(f'{paths[0]} is not the archive that it should be: {error!r}')
+        fail(f'{" or ".join(map(str, paths))} is not the archive that it should be: {error!r}. If '
+             'it was downloaded, delete it to get it anew')
 
 def download(urls, path, size, digest):
     """Get `path` from the first of `urls` that has it; .part keeps what arrived, for resuming."""
@@ -431,7 +434,7 @@ def list_files(folder):
     if DATA.resolve().is_relative_to(folder.resolve()):
         fail(f'{DATA}/, where results lie, is {folder} or in it: move or rename that folder')
     shown, hidden = [], []
-    for root, folders, names in os.walk(folder, followlinks=True):
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         place = Path(root).relative_to(folder)
         plain = [name for name in names if not HIDDEN.match(name)]
         shown += [place / name for name in plain]
@@ -458,17 +461,16 @@ def choose_splits(folder, groups, three=False, fits=lambda row: True):
     where there are three splits and all are wanted. Of one split, every tenth row that fits is
     held out."""
     names = [name for name in ('train', 'val', 'test', '') if groups.get(name)]
-    if three and names[:3] == ['train', 'val', 'test']:
-        return [groups[name] for name in ('train', 'test', 'val')]
+    three = three and names[:3] == ['train', 'val', 'test']
     if len(names) > 1 and names[0] != 'train':
         fail(f'{folder} has {" and ".join(name or "no split" for name in names)}, but no train: '
              'call one so, or leave one alone in the folder')
-    used = [name for name in names[:2] if name or names[0] == '']
+    used = names[:3] if three else [name for name in names[:2] if name or names[0] == '']
     for name in names[len(used):]:
         note(f'{folder}: {len(groups[name]):,} in {name or "no split"} are left out')
     rows, *judged = [groups[name] for name in used]
     if judged:
-        return [rows, *judged]
+        return [rows, *reversed(judged)]
     note(f'{folder} has one split: every tenth of its {len(rows):,} is held out')
     held = {*[i for i, row in enumerate(rows) if fits(row)][::10]}
     return [[row for i, row in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]]
@@ -477,7 +479,8 @@ def choose_splits(folder, groups, three=False, fits=lambda row: True):
 VOCAB_SIZE = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
 
 def text_file(paths, out, args):
-    """One text in UTF-8, or in UTF-16 if it says so; its last tenth is for validation."""
+    """One text in UTF-8, or in UTF-16 if it says so; line ends become newlines. The last
+    tenth is for validation."""
     path, tokenizer = paths[0], args.tokenizer or 'bytes'
     if path.is_dir():
         fail(f'{path} is a folder: join its files, as in `cat {path}/*.txt > all.txt`')
@@ -586,10 +589,10 @@ def wikitext(paths, out, args):
     """A zip of three raw texts, of which train and valid are used."""
     tokenizer = args.tokenizer or 'gpt2'
     with zipfile.ZipFile(paths[0]) as archive:
-        def texts(split, name):
+        def part(split, name):
             file = archive.open(f'{args.what}-raw/wiki.{name}.raw')
             return pieces(split, blocks(io.TextIOWrapper(file, 'utf-8', newline='')))
-        texts = itertools.chain(texts('train', 'train'), texts('val', 'valid'))
+        texts = itertools.chain(part('train', 'train'), part('val', 'valid'))
         return write_bins(encode(texts, tokenizer), out, tokenizer)
 
 def openwebtext(paths, out, args):
@@ -841,7 +844,7 @@ def split_photos(folder, rows):
         elif splits and parts[0] in deep - splits.keys():
             fault('folders', f'{folder / path}: {", ".join(splits)} would be splits, and '
                   f'{parts[0]} is none: leave one kind in the folder')
-        elif splits and split_of(parts[0]) in ('train', 'val'):
+        elif splits and len(parts) > 1 and split_of(parts[0]) in ('train', 'val'):
             fault('photos in no class', f'{folder / path}: photos of {parts[0]} must be in class '
                   f'folders, {parts[0]}/CLASS/*')
         else:
@@ -1090,7 +1093,7 @@ def listed_photo(folder, roots, path, entry):
 def number(x):
     """A finite number, perhaps written as text; None for anything else."""
     with contextlib.suppress(ValueError):
-        return int(x) if isinstance(x, int) else int(str(x))  # a float may have too few digits
+        return int(str(x))  # a float may have too few digits
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         x = float(x)
         return int(x) if x == int(x) else x
