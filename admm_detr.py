@@ -8,8 +8,8 @@ DETR asks a fixed set of learned queries what is in an image. Softmax attention 
 tokens by softmax(q K^T) and returns the weighted sum of their values V. Here coefficients x rebuild
 the query q from the tokens as well as they can, while a penalty makes many of them zero: a Lasso.
 The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by repeating a ridge
-regression and a shrinkage; the cost is O(N) for N tokens. The paper prints ADMM with wrong signs;
-as printed, it diverges.
+regression and a shrinkage; the cost is O(N) for N tokens. The paper's equations for ADMM have
+misprints; as printed, it diverges.
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
@@ -34,8 +34,8 @@ as printed, it diverges.
 
 The first command ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12
 seeds its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x
-is zero. That comes from x >= 0, not from lambda: with lambda = 0 it is half, too. And x rebuilds
-only a little of q: |q - x^T K| is still 0.9 |q|. The large ridge term makes x nearly relu(q K^T -
+is zero. That comes mostly from x >= 0: with lambda = 0 it is half, too. And x rebuilds only a
+little of q: |q - x^T K| is still 0.9 |q|. The large ridge term makes x nearly relu(q K^T -
 lambda / 2), which needs no solver. In experiments/variants.py it has a mean AP of 0.610.
 
 [deviation] By default the problem is easier than OA's: x rebuilds q from the keys (they hold
@@ -85,7 +85,7 @@ def fail(message):
 # in a head. is_self: self-attention, where token i is query i.
 class Attention(nn.Module):
     """softmax(QK^T / sqrt(hs)) V without weights; a head is a slice of channels.  [OA Sec. 4.1]
-    [choice] There is no output projection, either. All other attention extends this."""
+    [choice] There is no output projection, either. All other classes of attention extend this."""
     def __init__(self, c, is_self=False):
         super().__init__()
         self.config, self.is_self = c, is_self
@@ -187,9 +187,10 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
     are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
     Gradients flow through lambda, rho and e, too.
-    [deviation] OA prints (3a) and (3b) with wrong signs, and twice the right t. OA sets x_ii
-    to 0 and clamps x after (3a); then ADMM need not converge. Here both are done to z, in (3b). Our
-    steps are over-relaxed: 4 come as close as 8 of plain ADMM. We return z: its zeros are exact.
+    [deviation] OA's (3a) and (3b) are misprinted (experiments/printed.py), and t is twice the right
+    one. OA sets x_ii to 0 and clamps x after (3a); then ADMM need not converge. Here both are done
+    to z, in (3b). Our steps are over-relaxed: 4 come as close as 8 of plain ADMM. We return z: its
+    zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
@@ -255,12 +256,13 @@ def l2(q, k, c, is_self=False):
     return x
 
 def sharpen(x, power):
-    """x^power / sum |x^power|  [OA Sec. 3], x if power is 0. [choice] Less, if all of x is tiny."""
+    """x^power / sum |x^power|, or x if power is 0.  [OA Sec. 3]
+    [choice] The result is smaller where all |x| < 1e-6."""
     if not power:
         return x
     # divided by the largest, x^power is not too small for float32
     y = (x / x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-6)) ** power
-    # the largest |y| is now 1, so the sum is 1 or more; only if all |x| < 1e-6 is it less
+    # the largest |y| is now 1, so the sum is 1 or more; only if all |x| < 1e-6 can it be less
     return y / y.abs().sum(-1, keepdim=True).clamp_min(0.5)
 
 # To try your own problem, write solve(q, k, c, is_self) -> x as l2 is, and add a row like l2's. Run
@@ -929,8 +931,8 @@ def make_model(c, meta):
     return model
 
 def load_weights(model, path):
-    """Load a checkpoint into a model, or a backbone alone. Projections of attention, classes and
-    queries are left out where they do not fit; all else in the file must fit."""
+    """Load a checkpoint, of a whole model or of a backbone alone. Projections of attention, classes
+    and queries are left out where they do not fit; all else in the file must fit."""
     saved, own, nheads = load(path), model.state_dict(), model.config.nheads
     if saved['config'].get('nheads', nheads) != nheads:  # no shape would show it
         fail(f'--init {path} has --nheads {saved["config"]["nheads"]}')
@@ -943,7 +945,8 @@ def load_weights(model, path):
     model.load_state_dict(fits, strict=False)
     # transformer.decoder stands for all of its parameters
     missing = {name.partition('.layers')[0] for name in own if name not in fits}
-    print(f'init    {path}; not in it, or of another size: {", ".join(sorted(missing)) or "none"}')
+    print(f'init    {path}; not in it or of another size, all or in part: '
+          f'{", ".join(sorted(missing)) or "none"}')
 
 def make_optimizer(model, c):
     """AdamW on everything, as in DETR; the backbone has its own rate."""
@@ -990,7 +993,7 @@ def get_batches(data, c, step, device):
             for micro_step in range(RANK, c.grad_accum_steps, WORLD)]
 
 def loss_of(net, batch, c):
-    """The loss of a micro-batch. train_step is the same in all scripts."""
+    """The loss of a micro-batch. train_step is the same in three scripts."""
     images, mask, targets = batch
     return set_loss(net(images, mask), targets, c)['loss']
 
@@ -1193,7 +1196,7 @@ def draw_found(path, examples, answers, classes):
         draw_boxes(column[0], found, classes)
         draw_boxes(column[1], found[:1], classes)
         if not found:
-            column[0].set_title('no score reaches --threshold')
+            column[0].text(0, height, 'no score reaches --threshold', color='white', va='bottom')
     figure.savefig(path)
 
 def draw_boxes(axis, found, classes):
@@ -1322,7 +1325,8 @@ def resume_run(c, meta, model, optimizer, scaler):
                  'start anew without --resume')
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
-    scaler.load_state_dict(saved['scaler'])
+    if saved['scaler']:  # none where it was saved in float32 or bfloat16
+        scaler.load_state_dict(saved['scaler'])
     print(f'resumed at step {saved["progress"][0]}/{c.max_iters}')
     return saved['progress']
 
@@ -1361,7 +1365,7 @@ def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
     for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1428,6 +1432,8 @@ def main(argv=()):
     torch.set_default_dtype(torch.float32)  # in a notebook, others may have changed these two
     torch.set_default_device(None)
     try:
+        if RANK:
+            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         action, c = parse(argv)
         if c.threads:
             torch.set_num_threads(c.threads)
@@ -1438,11 +1444,9 @@ def main(argv=()):
                 torch.cuda.set_device(int(os.environ['LOCAL_RANK']))  # pick_device takes it
             dist.init_process_group()  # gloo for CPUs, nccl for GPUs
             atexit.register(dist.destroy_process_group)
-        if RANK:
-            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues at its last checkpoint')
+        print('\nstopped; a training command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

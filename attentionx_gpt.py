@@ -158,7 +158,7 @@ class BeliefStar(CausalSelfAttention):
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, C).
 # For parameters, settings or a mask of your own, write a class with a forward, as LearnedGamma is;
-# for a mask, with its own heads, too.
+# for a mask, write its method `heads`, too.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -474,7 +474,7 @@ def get_batch(data, c, step, micro_step, device):
     return windows(data.train, starts[micro_step], c, device)
 
 def loss_of(net, batch, c):
-    """The loss of a micro-batch, in nats per token. train_step is the same in all scripts."""
+    """The loss of a micro-batch, in nats per token. train_step is the same in three scripts."""
     x, y = batch
     return net(x, y)[1]
 
@@ -606,7 +606,7 @@ def report(c, model, log, folder, data):
           f'next    python {SCRIPT}.py sample --folder "{folder}" --prompt TEXT')
 
 def bigram_loss(data):
-    """Loss of a smoothed bigram model, in nats per token, on all of the validation text."""
+    """Loss of a smoothed bigram model, in nats per token, on up to a million validation tokens."""
     train, val = data.train[:5 * 10**6].tolist(), data.val[:10**6].tolist()
     single, pair = Counter(train), Counter(zip(train, train[1:]))
     total = 0.0
@@ -710,7 +710,8 @@ def resume_run(c, meta, model, optimizer, scaler):
                  'start anew without --resume')
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
-    scaler.load_state_dict(saved['scaler'])
+    if saved['scaler']:  # none where it was saved in float32 or bfloat16
+        scaler.load_state_dict(saved['scaler'])
     print(f'resumed at step {saved["progress"][0]}/{c.max_iters}')
     return saved['progress']
 
@@ -749,7 +750,7 @@ def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
     for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -816,6 +817,8 @@ def main(argv=()):
     torch.set_default_dtype(torch.float32)  # in a notebook, others may have changed these two
     torch.set_default_device(None)
     try:
+        if RANK:
+            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         action, c = parse(argv)
         if c.threads:
             torch.set_num_threads(c.threads)
@@ -826,11 +829,9 @@ def main(argv=()):
                 torch.cuda.set_device(int(os.environ['LOCAL_RANK']))  # pick_device takes it
             dist.init_process_group()  # gloo for CPUs, nccl for GPUs
             atexit.register(dist.destroy_process_group)
-        if RANK:
-            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues at its last checkpoint')
+        print('\nstopped; a training command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

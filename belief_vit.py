@@ -14,7 +14,7 @@ neighbours exchange how their solutions differ [BF Eq. 1-5].
     BF   G. Zhang, BeliefFormer: Belief Attention in Transformer, OpenReview Ard2QzPAUK
     AX1  G. Zhang, R. Heusdens, AttentionX, arXiv 2409.04275, version 1
     AX2  its version 3
-    SA   G. Zhang, SET-Adam, arXiv 2302.01029: the optimiser that the other three use
+    SA   G. Zhang, SET-Adam, arXiv 2302.01029: the optimiser of the other three on CIFAR
 
     equation        what reaches the output projection W^o                    --attention
     [BF Eq. 9]      MH                                                        softmax
@@ -27,9 +27,10 @@ neighbours exchange how their solutions differ [BF Eq. 1-5].
     [choice]        V - gamma MH, where each head learns its gamma            attentionx-learned
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
-By default no token attends to itself: the attention matrix has a zero diagonal, and gamma is 1
-[AX2 Sec. 3.2] [AX1 Sec. 4.1]. With --no-zero-diag gamma is 3, and 1 in attentionx-v1 [choice].
-The papers train with --optimizer set-adam [BF Sec. 5.3].
+By default no token attends to itself: the attention matrix has a zero diagonal [AX2 Sec. 3.2], of
+which AX1 and BF do not speak. gamma is then 1 [AX2 Sec. 3.2] [AX1 Sec. 4.1]. With --no-zero-diag it
+is 3, and 1 in attentionx-v1 [choice].
+On CIFAR the papers train with --optimizer set-adam [BF Sec. 5.3].
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, also with a zero diagonal
@@ -166,7 +167,7 @@ class BeliefStar(Attention):
 # To try your own, add a row. Then: --attention NAME, and python test_all.py every_variant
 # A function of mh, v (B, T, nh, hs) and gamma returns W^o's input: (B, T, nh, hs) or (B, T, nh hs).
 # For parameters, settings or a mask of your own, write a class with a forward, as LearnedGamma is;
-# for a mask, with its own heads, too.
+# for a mask, write its method `heads`, too.
 ATTENTION = {
     'softmax': lambda mh, v, gamma: mh,                                            # [BF Eq. 9]
     'attentionx': lambda mh, v, gamma: v - gamma * mh,                             # [AX2 Eq. 10]
@@ -258,7 +259,7 @@ class Config:
     max_iters: int = 563           # optimiser steps: 5 epochs of 7,200 drawn shapes
     batch_size: int = 64           # images per forward pass
     grad_accum_steps: int = 1      # forward passes per step, of all processes together
-    optimizer: Literal['adamw', 'set-adam'] = 'adamw'  # the papers use set-adam
+    optimizer: Literal['adamw', 'set-adam'] = 'adamw'  # on CIFAR the papers use set-adam
     learning_rate: float = 4e-3    # at its peak
     min_lr_ratio: float = 0.0      # final cosine rate / learning_rate; 1 keeps it constant
     warmup_iters: int = 50         # steps up to the peak rate; set fewer for short runs
@@ -699,10 +700,7 @@ def get_batch(data, c, step, micro_step, device):
     n, photos, bits = len(labels), images.ndim == 1, data.meta.get('bits', 8)
     per_step = c.grad_accum_steps * c.batch_size  # 2 x 32 are the same images as 1 x 64
     first = step * per_step + micro_step * c.batch_size  # the first image, counted over all epochs
-    index = []
-    for i in range(first, first + c.batch_size):
-        epoch, place = divmod(i, n)
-        index.append(shuffled(c.seed, epoch, n)[place])
+    index = [shuffled(c.seed, i // n, n)[i % n] for i in range(first, first + c.batch_size)]
     size = c.image_size
     if c.first_size:  # two patches more every five epochs
         now = step * per_step // n  # the epoch
@@ -742,11 +740,11 @@ def load_weights(model, path, optional):
     wrong = [name for name in missing + unexpected if not re.search(optional, name)]
     if wrong:
         fail(f'--init {path} does not fit: {", ".join(wrong[:5])} (see make_model)')
-    print(f'init    {path}; not in it: {", ".join(missing) or "none"}; '
+    print(f'init    {path}; not in it, or of another size: {", ".join(missing) or "none"}; '
           f'left out: {", ".join(unexpected) or "none"}')
 
 def fitted(weights, model):
-    """Another model's weights: positions are resized, and a head for other classes is left out."""
+    """Another model's weights: positions are resized; a head of another size is left out."""
     g = math.isqrt(model.pos_embed.size(1) - 1)
     if 'pos_embed' in weights:
         weights = dict(weights, pos_embed=resize_positions(weights['pos_embed'], g))
@@ -767,7 +765,7 @@ def make_optimizer(model, c):
     return torch.optim.AdamW(groups, lr=c.learning_rate)  # betas: 0.9 and 0.999
 
 def loss_of(net, batch, c):
-    """The loss of a micro-batch, in nats per image. train_step is the same in all scripts."""
+    """The loss of a micro-batch, in nats per image. train_step is the same in three scripts."""
     images, labels, lam = batch
     logits = net(images)  # (B, K)
     loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing)
@@ -912,7 +910,7 @@ def report(c, model, log, folder, data):
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     commonest = np.bincount(labels).max() / len(labels)
     print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
-          f'weights best in validation {accuracy:.1%}\n        (a linear model on the same pixels: '
+          f'weights best in validation {accuracy:.1%}\n        (a linear model on 32 x 32 pixels: '
           f'{linear_accuracy(data):.1%}; the commonest class of the test set for all: '
           f'{commonest:.1%})')
     draw(draw_curves, folder / 'curves.png', log, {
@@ -921,7 +919,7 @@ def report(c, model, log, folder, data):
           f'next    python {SCRIPT}.py predict --folder "{folder}" --images PHOTO ...')
 
 def linear_accuracy(data):
-    """Test accuracy of a linear model on the pixels, fitted to up to 10,000 training images."""
+    """Test accuracy of a linear model on 32 x 32 pixels, fitted to up to 10,000 training images."""
     def pixels_and_labels(images, labels):
         rows = spread(len(labels), 10000)
         x = normalise(images[rows], 32, data.meta).flatten(1)
@@ -1037,7 +1035,8 @@ def resume_run(c, meta, model, optimizer, scaler):
                  'start anew without --resume')
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
-    scaler.load_state_dict(saved['scaler'])
+    if saved['scaler']:  # none where it was saved in float32 or bfloat16
+        scaler.load_state_dict(saved['scaler'])
     print(f'resumed at step {saved["progress"][0]}/{c.max_iters}')
     return saved['progress']
 
@@ -1076,7 +1075,7 @@ def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
     for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1143,6 +1142,8 @@ def main(argv=()):
     torch.set_default_dtype(torch.float32)  # in a notebook, others may have changed these two
     torch.set_default_device(None)
     try:
+        if RANK:
+            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         action, c = parse(argv)
         if c.threads:
             torch.set_num_threads(c.threads)
@@ -1153,11 +1154,9 @@ def main(argv=()):
                 torch.cuda.set_device(int(os.environ['LOCAL_RANK']))  # pick_device takes it
             dist.init_process_group()  # gloo for CPUs, nccl for GPUs
             atexit.register(dist.destroy_process_group)
-        if RANK:
-            sys.stdout = open(os.devnull, 'w')  # only the first process prints
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues at its last checkpoint')
+        print('\nstopped; a training command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

@@ -210,8 +210,7 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     """
     B, nh, T, hs = q.shape
     window, first = [min(size, T) for size in reach(masks)]
-    b = block or max(16, min(window, 128))  # queries in a block: by default about a window
-    b = min(b, T)
+    b = min(T, block or max(16, min(window, 128)))  # queries in a block: about a window
     n = math.ceil(T / b)  # number of blocks
     padding = n * b - T  # after the last token
     # Positions, a row for each block. masks_at hides j < 0: what is before the text
@@ -265,8 +264,8 @@ def kept_pairs(masks, alphas, T):
 @dataclass
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
-    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set). It is
-    the teacher's and the student's, with --init as the file has it; or name it in STUDENT."""
+    A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set).
+    Teacher and student share its value (with --init, the file's), unless STUDENT names it."""
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
@@ -561,7 +560,7 @@ def train_teacher(c):
     given.update(checksum=load_data(c).meta['checksum'], code=CODE)
     unused = {name: getattr(Config, name) for name in STUDENT}
     own = dict(unused, masks='', max_iters=c.teacher_iters, learning_rate=c.teacher_lr,
-               warmup_iters=c.teacher_warmup, folder='', resume=True)
+               warmup_iters=c.teacher_warmup, resume=True)
     return train_and_report(run_folder(replace(c, **own), 'teacher', given))
 
 def find_teacher(c, data):
@@ -726,7 +725,8 @@ def train_step(net, teacher, batches, c, optimizer, scaler, autocast):
     scaler.update()
     if overflow or not math.isfinite(total):
         raise FloatingPointError(f'loss {total:g}, gradient norm {norm:g}: try a lower '
-                                 '--learning-rate, or check any formula you edited')
+                                 '--learning-rate (of a teacher: --teacher-lr), or check any '
+                                 'formula you edited')
     return total.item()
 
 def train(c, folder=None, data=None, teacher=None):
@@ -763,7 +763,8 @@ def train(c, folder=None, data=None, teacher=None):
             model.train()
             if math.isnan(row['val_loss']):
                 raise FloatingPointError(f'the validation loss of step {step} is nan: try a lower '
-                                         '--learning-rate, or check any formula you edited')
+                                         '--learning-rate (of a teacher: --teacher-lr), or check '
+                                         'any formula you edited')
             log.append(row)
             losses = []
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
@@ -840,7 +841,7 @@ def print_criteria(c, model, teacher, data, trained=None):
     return trained
 
 def draw_layers(path, log, n_layer, masks):
-    """MA's figures: each mask's coefficient during training, a line for each layer."""
+    """MA's figures, turned round: a panel for each mask, a line for each layer's coefficient."""
     from matplotlib import colormaps, figure
     kinds, steps = parse_masks(masks), [row['step'] for row in log]
     page = figure.Figure(figsize=(5 * len(kinds), 4), layout='tight')
@@ -960,7 +961,8 @@ def resume_run(c, meta, model, optimizer, scaler):
                  'start anew without --resume')
     model.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
-    scaler.load_state_dict(saved['scaler'])
+    if saved['scaler']:  # none where it was saved in float32 or bfloat16
+        scaler.load_state_dict(saved['scaler'])
     print(f'resumed at step {saved["progress"][0]}/{c.max_iters}')
     return saved['progress']
 
@@ -999,7 +1001,7 @@ def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
     for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {" or ".join([*ACTIONS][1:])}')
+        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1072,7 +1074,7 @@ def main(argv=()):
             torch.set_num_threads(c.threads)
         return ACTIONS[action](c)
     except KeyboardInterrupt:
-        print('\nstopped; the same command with --resume continues at its last checkpoint')
+        print('\nstopped; a training command with --resume continues at its last checkpoint')
         raise SystemExit(130)
     except (ImportError, OSError, FloatingPointError) as error:  # no package, disk full, loss nan
         fail(error)

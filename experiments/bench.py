@@ -1,4 +1,5 @@
-"""What a training step and inference cost. `compare.py --bench` prints and keeps these figures."""
+"""What a training step and inference cost. `compare.py --bench` prints these figures, and with
+--csv keeps them."""
 import time
 
 import numpy as np

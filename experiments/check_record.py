@@ -146,7 +146,7 @@ def ends(command, case):
     """The interval that compare.py prints for a case; the command names files of runs/."""
     words = [f'{RUNS}/{word}.csv' if (RUNS / f'{word}.csv').exists() else word
              for word in shlex.split(command)]
-    line, = [line for line in run_compare(words)[1] if line['case'] == case]
+    line, = [line for line in run_compare(*words)[1] if line['case'] == case]
     return [line['diff'] - line['interval'], line['diff'] + line['interval']]
 
 def over_values():
@@ -183,18 +183,19 @@ BY_ALPHAS = [mean('masks-teachers', f'64+4, mask only teacher{n}.pt', 'kl')
              - mean('masks-more-teachers', f'64+4, alphas teacher{n}.pt', 'kl') for n in (2, 3, 4)]
 
 # ------------------------------------ tables and intervals ------------------------------------
-def run_compare(words):
+@functools.cache
+def run_compare(*words):
     """compare.py -> what it prints, and its lines."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        lines = compare.main(words)
+        lines = compare.main([*words])
     return out.getvalue().strip('\n'), lines
 
 def check_tables(texts):
     """Tables that are not what compare.py prints -> complaints."""
     for name, text in texts.items():
         for command, table in COMPARE.findall(text):
-            prints, _ = run_compare(shlex.split(command))
+            prints, _ = run_compare(*shlex.split(command))
             difference = difflib.unified_diff(table.splitlines(), prints.splitlines(), n=0,
                                               lineterm='', fromfile=name, tofile=command)
             if table != prints:
@@ -207,7 +208,7 @@ def printed_intervals(texts):
     commands += re.findall(r'compare\.py (.* --from-csv .*)', runs)
     for words in map(shlex.split, commands):
         scale = 100 if words[0] == 'belief_vit' else 1
-        for line in run_compare(words)[1] if '--bench' not in words else []:
+        for line in run_compare(*words)[1] if '--bench' not in words else []:
             middle, half = scale * line['diff'], scale * line['interval']
             yield middle - half, middle + half
 

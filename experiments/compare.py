@@ -165,7 +165,7 @@ def write_rows(path, rows):
 def add_rows(path, new, script):
     """Write these rows to a csv file, too. A row of the same run is replaced."""
     rows = [*(read_rows(path, script) if path.exists() else []), *new]
-    runs = {(row.get('log', row['case']), row['role']): row for row in rows}
+    runs = {(row.get('log', id(row)), row['role']): row for row in rows}  # timings have no log
     write_rows(path, runs.values())
 
 def beside(path, ending):
@@ -284,15 +284,18 @@ def train_all(script, cases, seeds, role, o):
         fail(f'{o.csv} has rows of another version of {o.script}.py, of --with or of --diagnose: '
              'name another file with --csv')
     add_rows(o.csv, [], script)  # what cannot be written is better known before the first run
-    diverged = {(row['log'], row['role']): row for row in old if 'diverged' in row}
+    known = {(row['log'], row['role']): row for row in old if 'log' in row}
     jobs = [(case, seed) for seed in seeds for case in cases]
     print(f'{len(jobs)} runs: rows go to {o.csv}, what runs print to {o.printed.name}', flush=True)
     cases, rows, times = add_teachers(script, cases, o), [], []
     for i, (case, seed) in enumerate(jobs, 1):
         begin, c = time.perf_counter(), run_of(script, cases[case], seed, o)
         row = dict(case=case, role=role, log=Path(c.folder).name) | made_of(script, c, o)
-        found = diverged.get((row['log'], role))  # it would diverge once more
-        found = found or quietly(f'{case}, seed {seed}', o, train_one, script, c)
+        before = known.get((row['log'], role), {}) if c.resume else {}
+        row |= {name: before[name] for name in ('dtype', 'torch', 'machine') if name in before}
+        found = before  # it would diverge once more
+        if 'diverged' not in before:
+            found = quietly(f'{case}, seed {seed}', o, train_one, script, c)
         row |= {name: x for name, x in found.items() if name not in row}
         rows.append(row)
         add_rows(o.csv, rows, script)  # all: another command may have written meanwhile
@@ -318,7 +321,8 @@ def choose(script, rows, field):
     """Print the means of cases that differ only in field -> the names of all but the best of each
     group, by the seeds that all of the group have."""
     metric, better = METRIC[script.SCRIPT]
-    rows = [row for row in rows if row['role'] == 'choosing'] or rows
+    rows = ([row for row in rows if row['role'] == 'choosing']
+            or [row for row in rows if row['role'] == 'judging'])
     if field == 'seed' or not all(field in row for row in rows):
         fail(f'--tune {field}: these rows have no such setting')
     groups, lines, chosen = {}, {}, set()
@@ -361,7 +365,7 @@ def group_by_case(script, rows, against):
                  'each comparison')
         runs[row['seed']] = row
     if against and against not in cases:
-        fail(f'--against {against}: there is no such row')
+        fail(f'--against {against}: choose from {", ".join(cases)}')
     for case, runs in cases.items():
         for name in names_of(script):
             values = {row[name] for row in runs.values() if name in row}
@@ -427,7 +431,7 @@ def tabulate(script, cases, metric):
         sd = np.std([*ours.values()], ddof=1) if len(ours) > 1 else math.nan
         table.append(dict(case=case, size=size or math.nan, mean=mean(ours), sd=sd, diff=diff,
                           interval=half, **{name: mean(figures_of(runs, name)) for name in others}))
-    print_table(table, others, 6 if metric == 'kl' else 4)
+    print_table(table, others, 6 if script.SCRIPT == 'mask_distill' else 4)
     for word, sign in ('higher', 1), ('lower', -1):
         found = [line['case'] for line in table[1:] if sign * line['diff'] > line['interval']]
         if found:
@@ -436,7 +440,7 @@ def tabulate(script, cases, metric):
     if unresolved:
         print(f'not resolved (0 is in the interval, or one seed): {"; ".join(unresolved)}')
     worst = [f'{row["case"]}, seed {row["seed"]:g}' for row in rows if 'diverged' in row]
-    if worst:
+    if worst and any(math.isinf(row.get(metric, 0)) for row in rows):
         print(f'diverged, which counts as worst: {"; ".join(worst)}')
     return table
 
@@ -474,10 +478,12 @@ def draw_means(path, curves, labels, title, legend):
     from matplotlib.figure import Figure
     picture = Figure(figsize=(10, 7.6), layout='tight')
     axes = picture.subplots(2, 2, sharey='row')
-    spare = [colour for _, colour in VARIANTS.values()]
+    spare = itertools.cycle([colour for name, (_, colour) in VARIANTS.items()
+                             if name not in curves] or ['#767676'])
+    styles = {case: VARIANTS.get(case) or (case, next(spare)) for case in curves}
     for ax, (name, clock) in zip(axes.flat, itertools.product(labels, ('step', 'seconds'))):
-        for i, (case, logs) in enumerate(curves.items()):
-            label, colour = VARIANTS.get(case, (case, spare[i % len(spare)]))
+        for case, logs in curves.items():
+            label, colour = styles[case]
             lines = [line for line in zip(*logs)  # all seeds' at a step
                      if line[0]['step'] > 0 and all(name in row for row in line)]
             if name != 'loss':  # the second half alone, since small ranges are seen there
@@ -521,8 +527,11 @@ def present(script, rows, o):
     if o.diagnose and not o.from_csv:
         o.log_csv = o.log_csv or beside(o.csv, '-log.csv')
     if o.log_csv:
-        write_rows(Path(o.log_csv), [dict(case=row['case'], seed=row['seed'], **line)
-                                     for row in rows for line in log_of(row)])
+        lines = [dict(case=row['case'], seed=row['seed'], **line)
+                 for row in rows for line in log_of(row)]
+        if not lines:
+            fail('--log-csv: the logs of these rows are not here')
+        write_rows(Path(o.log_csv), lines)
         print(f'\nlogs are in {o.log_csv}')
     show_curves(script, cases, beside(o.csv, '.png'))
     return table
@@ -547,7 +556,7 @@ def parse(argv):
     p.add_argument('--sweep', action='append', default=[], help='FIELD=A,B; may be repeated')
     p.add_argument('--table', help='rows of a table of the record, see tables.csv')
     p.add_argument('--with', dest='extra', help='a Python file that adds variants')
-    p.add_argument('--seeds', type=seeds, default='0,1,2')
+    p.add_argument('--seeds', type=seeds, help='default: 0,1,2')
     p.add_argument('--tune', help='a field of --sweep to choose for each variant')
     p.add_argument('--test-seeds', type=seeds, default=[], help='with --tune: others, which judge')
     p.add_argument('--teacher-seed', type=int, help='of the teacher that rows of masks share')
@@ -561,6 +570,10 @@ def parse(argv):
     p.add_argument('--rounds', type=int, default=20, help='of --bench')
     o, flags = p.parse_known_args(argv)
     o.metric = o.metric or RESULTS[o.script][0]
+    if o.from_csv and (flags or o.sweep or o.table or o.seeds):
+        print('note    --from-csv trains nothing: settings and seeds are those of the rows')
+    o.seeds = o.seeds or [0, 1, 2]
+    flags = [word for word in flags if word != '--resume']  # its runs go on, always
     if '--seed' in flags_in(flags):
         fail('--seed: give --seeds 0,1')
     if {*o.seeds} & {*o.test_seeds} or (o.test_seeds and not o.tune):
@@ -570,14 +583,14 @@ def parse(argv):
         o.test_seeds = []
     elif o.tune and o.tune not in [x.partition('=')[0] for x in o.sweep]:
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
-    if o.from_csv and (flags or o.sweep or o.table):
-        print('note    --from-csv trains nothing: settings are those of the rows')
     if o.log_csv and Path(o.log_csv) in [o.csv, *(o.from_csv or [])]:
         fail(f'--log-csv {o.log_csv}: that file has the rows; name another')
     if o.diagnose and o.script == 'mask_distill':
         fail('--diagnose: mask_distill.py logs its coefficients by itself')
     if o.rounds < 1:
         fail('--rounds must be 1 or more')
+    if o.bench and (o.against or o.diagnose or o.tune):
+        fail('--bench: ratios are to the first case; leave out --against, --diagnose and --tune')
     return o, flags if '--threads' in flags_in(flags) else ['--threads', '1', *flags]
 
 def rows_in(script, paths):
@@ -625,7 +638,7 @@ def main(argv=None):
             rows = run_all(script, cases, o)
     if o.bench:
         if kept and not o.from_csv:
-            write_rows(kept, [*(read_rows(kept) if kept.exists() else []), *rows])
+            add_rows(kept, rows, script)
         return bench.show(script, rows)
     if o.tune and not o.test_seeds:
         worse = choose(script, rows, o.tune)

@@ -105,6 +105,7 @@ def diagnose_detr(model, evaluate, data, c, device):
     """{'0.cross_five': ..., '0.cross_thin': ..., '0.self_five': ...}, watched during evaluate."""
     found, hooks = defaultdict(list), []
     def watch_detr(attn, name):
+        @torch.autocast(torch.device(device).type, enabled=False)  # as where x is solved for
         def note(module, args):
             q, k, v = attn.heads(*args[:3])
             padding = args[3] if len(args) > 3 else None

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import admm_detr as detr
 import diagnose
+import variants
 
 RHOS = 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0
 ITERATIONS = 4, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 160, 200, 300
@@ -41,12 +42,6 @@ def problems(folder, c):
     detr.evaluate(model, data, model.config, torch.device('cpu'))
     return [[torch.cat(parts).double() for parts in zip(*pairs)] for pairs in found.values()]
 
-def cosine(q, k, x, c):
-    """With relu(q K^T - lambda / 2), for every query."""
-    products = F.relu(q @ k.mT)
-    relu = F.relu(products - c.sparsity * products.amax(-1, keepdim=True))
-    return F.cosine_similarity(x, relu, dim=-1).flatten()
-
 def left(pairs, c, best):
     """||x - x*|| / ||x*||, over all layers."""
     gaps = torch.cat([(detr.lasso(q, k, c) - x).flatten() for (q, k), x in zip(pairs, best)])
@@ -58,7 +53,8 @@ def main(argv=None):
     pairs, found = problems(folder, c), {}
     best = [detr.lasso(q, k, replace(c, iterations=5000, rho=0.1)) for q, k in pairs]
     zeros = torch.cat([x.flatten() for x in best]).eq(0).double().mean().item()
-    alike = torch.cat([cosine(q, k, x, c) for (q, k), x in zip(pairs, best)]).mean()
+    alike = torch.cat([F.cosine_similarity(x, variants.relu(q, k, c), dim=-1).flatten()
+                       for (q, k), x in zip(pairs, best)]).mean()
     other = left(pairs, replace(c, iterations=5000, rho=0.03), best)
     print(f'{zeros:.3f} of x* is zero, cosine {alike:.3f}; another rho ends {other:.1e} from it')
     for rho in RHOS:
