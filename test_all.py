@@ -1481,6 +1481,14 @@ def test_detr_shapes():
         assert drawn == {*detr.SHAPES}, drawn
     for shift, answer in (0.33, True), (0.35, False):  # at 0.34 15 % are shared
         assert detr.overlap([0, 0, 0.4, 0.4], [shift, 0.2, 0.4, 0.8]) == answer, shift
+    with patch.object(detr, 'Drawings', detr.Drawings):  # fresh.py's validation drawings are others
+        plain = detr.Drawings(9, 32)
+        fresh = importlib.import_module('fresh').Fresh(9, 32)
+    for row in range(9):
+        (one, what), (other, _) = fresh.example(row), plain.example(row)
+        assert not torch.equal(one, other) and what['annotations'] == fresh.target(row)['annotations']
+        (one, _), (other, _) = [x.example(row, np.random.default_rng(row)) for x in (fresh, plain)]
+        assert torch.equal(one, other)
 
 def detr_data(path):
     """Two photos. On the second: an object, one over the edge, a crowd, two empty boxes."""

@@ -132,7 +132,8 @@ def lengths(c, csv):
 
 # ------------------------------------ DETR's Lasso ------------------------------------
 def lasso(c, tokens=850):
-    """Each kind in one layer of DETR's size on COCO, forward and backward, in float32."""
+    """Each kind in one layer of DETR's size on COCO, forward and backward, in float32. All make
+    their x: DETR's code, too, asks nn.MultiheadAttention for the weights."""
     device, _ = admm_detr.pick_device(c)
     size = c.hidden_dim // c.nheads
     q = torch.randn(c.batch_size, c.nheads, c.num_queries, size, device=device, requires_grad=True)
