@@ -1486,7 +1486,8 @@ def test_detr_shapes():
         fresh = importlib.import_module('fresh').Fresh(9, 32)
     for row in range(9):
         (one, what), (other, _) = fresh.example(row), plain.example(row)
-        assert not torch.equal(one, other) and what['annotations'] == fresh.target(row)['annotations']
+        assert what['annotations'] == fresh.target(row)['annotations']
+        assert not torch.equal(one, other)
         (one, _), (other, _) = [x.example(row, np.random.default_rng(row)) for x in (fresh, plain)]
         assert torch.equal(one, other)
 
@@ -2827,6 +2828,11 @@ def test_compare_chooses_and_judges(tmp_path):
 
         one = run(compare, *flags('c.csv', '4e-3', '0')).out
         assert 'nan' not in one and '+1.1000                       -' in one, one
+        for case, seeds in ('softmax', '0,1'), ('belief', '0'):
+            done(compare, 'attentionx_gpt', '--csv', tmp_path / 'd.csv', '--sweep',
+                 f'attention={case}', '--seeds', seeds)
+        assert 'not the seeds of row 1' in run(compare, *read('d.csv')).out
+        assert 'not the seeds' not in one, one
         done(compare, *flags('c.csv', '4e-3', '1'), '--max-iters', 7)
         refuse(compare, ['softmax differ in max_iters'], *read('c.csv'))
 

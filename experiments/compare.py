@@ -418,6 +418,10 @@ def tabulate(script, cases, metric):
         print('\nnote: rows come from several machines, which differ about as much as seeds do: '
               + '; '.join(machines))
     paired = script.SCRIPT not in UNPAIRED
+    unlike = [case for case, runs in cases.items() if runs.keys() != first.keys()]
+    if paired and unlike:
+        print(f'\nnote: not the seeds of row 1, so means do not compare, but diff does: '
+              f'{"; ".join(unlike)}')
     tests = max(1, sum(len(runs) > 1 for runs in rest))
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
           f'{"paired by seed" if paired else "not paired (Welch)"}. '
