@@ -14,10 +14,10 @@ misprints; as printed, it diverges.
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
-         Research), Optimizing Attention. What rebuilds q is called V there, and K here
+         Research), Optimizing Attention. Its V, which rebuilds q, is K here: keys, or values
 
     equation        what                                         --cross-attention, or function
-    [OA Sec. 2]     softmax(QK^T / sqrt(d)) V, with weights      softmax
+    [OA Sec. 2]     softmax(QK^T / sqrt(hs)) V, with weights     softmax
     [OA Sec. 4.1]   the same without W_q, W_k, W_v               no-weights
     [OA Eq. 1]      min ||q - x^T K||                            l2
     [OA Eq. 2, 4]   min ||q - x^T K||^2 + lambda ||x||_1         admm
@@ -29,8 +29,9 @@ misprints; as printed, it diverges.
     python admm_detr.py                            # train: four minutes on a CPU, no network
     python admm_detr.py --cross-attention softmax  # the baseline
     python admm_detr.py detect --images photo.jpg  # what the newest run finds in photos
-    python admm_detr.py --preset finetune          # detr-r50 with another cross-attention
-    python admm_detr.py --preset paper --resume    # OA's recipe; the same command again continues
+    python admm_detr.py --preset finetune          # needs prepare_data.py coco, and detr-r50
+    python admm_detr.py --preset paper --resume    # OA's; needs coco --parts 2, and resnet50
+    python admm_detr.py --help                     # every setting
 
 The first command ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12
 seeds its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x
@@ -173,8 +174,8 @@ def add_random(tokens, random):
 
 # A row is (prox, size) of a penalty >= 0 that doubles when x does, as a norm does:
 #     prox(a, t), of a's shape: the z that minimises t penalty(z) + ||z - a||^2 / 2
-#     size(q K^T) >= 0: a query's x is 0 if lambda is twice its largest size, or more. There is one
-#     for each token (B, nh, Q, N) or, of a penalty that joins tokens, the dual norm (B, nh, Q, 1)
+#     size(q K^T) >= 0, one for each token (B, nh, Q, N) or, of a penalty that joins tokens, the
+#     dual norm (B, nh, Q, 1). If lambda is twice a query's largest size, or more, its x is 0
 PENALTY = {
     'l1': (lambda a, t: F.relu(a - t) - F.relu(-a - t), torch.abs),  # ||x||_1  [OA Eq. 2]
     'positive': (lambda a, t: F.relu(a - t), F.relu),                # the same, and x >= 0

@@ -4,8 +4,8 @@
 # ///
 """A ViT whose attention outputs how MH differs from V: BeliefFormer and AttentionX, and softmax.
 
-In multi-head attention a patch gets a weighted sum of values, MH = softmax(QK^T / sqrt(hs)) V.
-The papers argue that a layer should output how MH differs from the patch's own value V. The idea
+In multi-head attention a token gets a weighted sum of values, MH = softmax(QK^T / sqrt(hs)) V.
+The papers argue that a layer should output how MH differs from the token's own value V. The idea
 comes from PDMM, an algorithm by which the nodes of a graph agree on a solution: in each round,
 neighbours exchange how their solutions differ [BF Eq. 1-5].
 
@@ -28,14 +28,14 @@ neighbours exchange how their solutions differ [BF Eq. 1-5].
 
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
 By default no token attends to itself: the attention matrix has a zero diagonal [AX2 Sec. 3.2], of
-which AX1 and BF do not speak. gamma is then 1 [AX2 Sec. 3.2] [AX1 Sec. 4.1]. With --no-zero-diag it
-is 3, and 1 in attentionx-v1 [choice].
+which AX1 and BF do not speak. gamma is then 1 [AX2 Sec. 3.2], and else 3 [choice]. In attentionx-v1
+it is 1 [AX1 Sec. 4.1].
 On CIFAR the papers train with --optimizer set-adam [BF Sec. 5.3].
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, also with a zero diagonal
     python belief_vit.py predict --images *.jpg   # the newest run classifies photos
-    python belief_vit.py --preset t4 --resume     # CIFAR-10 on a T4; after a stop, continue
+    python belief_vit.py --preset t4 --resume     # on a T4; needs prepare_data.py cifar10
     python belief_vit.py --help                   # every setting
 
 The first command gets 96.4 % of 2,000 drawn shapes right (one seed; 95.5 % on another CPU). To try

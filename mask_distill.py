@@ -8,8 +8,8 @@ A mask says which tokens a token sees. A report (MA: Optimizing Attention Mechan
 Models; no author named) gives every layer of GPT-2 a weighted sum of masks. Their coefficients c_k
 and the attention layers are trained so that this student predicts as its teacher, GPT-2, does.
 
-[choice] marks where MA is silent, [deviation] where we differ on purpose. MA does not number its
-sections; we count them.
+[choice]: the report does not say, so we chose. [deviation]: we differ from it on purpose. MA does
+not number its sections; we count them.
 
     MA             what                                                      here
     [MA Sec. 3]    W = sum_k c_k M_k with c_k = sigmoid(alpha_k)             mixture
@@ -26,11 +26,11 @@ where S are the scores. If all c_k are halved, this softmax stays the same. So a
 all c_k at no cost in KL, and every alpha keeps falling, as MA observed.
 
     python mask_distill.py                              # a teacher, then a student: a minute
-    python mask_distill.py --masks last5                # another student of the same teacher
     python mask_distill.py sample --prompt "def main("  # teacher and student continue a text
     python mask_distill.py criteria                     # judge it on all of the validation text
+    python mask_distill.py --masks last5                # another student of the same teacher
     python mask_distill.py teacher --n-layer 6          # train a teacher alone
-    python mask_distill.py --preset report004 --resume  # the same command continues it
+    python mask_distill.py --preset report004 --resume  # needs prepare_data.py wikitext-2, and gpt2
     python mask_distill.py --help                       # every setting
 
 The student of the first command keeps 48 % of the pairs of tokens. On all of the validation text,
@@ -70,15 +70,15 @@ def fail(message):
 # ------------------------------------ MA's method ------------------------------------
 # A kind of mask, kind:N in --masks, has two functions. The first gets positions i and j (tensors)
 # and N, and says whether token i sees token j; masks_at adds j <= i. Join with & and |, not `and`
-# and `or`. The second gives the reach (last, first): only the last and the first so many tokens are
-# shown, so blocked_attention computes no others. None in place of the second: there is no limit.
+# and `or`. The second gives the reach (last, first): only the last `last` and the first `first`
+# tokens are shown, so blocked_attention computes no others. None instead of it: there is no limit.
 KINDS = {
     'all': (lambda i, j, n: j <= i, None),  # N means nothing. True alone would be no tensor
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),            # those that no other shows
-    # a kind of your own: 'stride': (lambda i, j, n: (i - j) % n == 0, None),
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),  # of the first N those that no other shows
+    # a kind of your own: 'even': (lambda i, j, n: (j % 2 == 0) | (i - j < n), None),
 }
 NAMED = {  # [choice] MA's "last token" is the token itself: offset:0
     'all': 'all:1',
@@ -265,7 +265,7 @@ def kept_pairs(masks, alphas, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
     A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set).
-    Teacher and student share its value (with --init, the file's), unless STUDENT names it."""
+    A student has its teacher's value (with --init, the file's), unless STUDENT names the field."""
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
@@ -275,9 +275,9 @@ class Config:
     max_iters: int = 150           # optimiser steps
     alpha_lr: float = 0.03         # learning rate of the alphas at its peak
     learning_rate: float = 5e-4    # of attention layers
-    warmup_iters: int = 20         # steps until the rates are at their peaks
+    warmup_iters: int = 20         # steps up to the peak rates
     init: str = ''                 # teacher's file, of a run or of prepare_data.py; '': train one
-    # the teacher, without --init. In its own run the first three are max_iters, learning_rate, ...
+    # the teacher, without --init. Its run calls the first three max_iters, learning_rate, ...
     teacher_iters: int = 600       # optimiser steps
     teacher_lr: float = 2e-3       # learning rate at its peak
     teacher_warmup: int = 100      # steps until it is there

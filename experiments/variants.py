@@ -11,8 +11,8 @@ r"""Three variants from other papers, for attentionx_gpt.py, and one for admm_de
     laplacian       V - MH in one half of the heads, MH in the other              arXiv 2602.09297
 
 A variant that needs only MH and V is a formula; one with its own parameters is a subclass of
-CausalSelfAttention. In DETR `relu` is what the easier Lasso becomes as --ridge grows: no solver.
-Loading this file adds these rows to ATTENTION and does nothing else.
+CausalSelfAttention. In DETR `relu` is what `admm` becomes as --ridge grows: no solver.
+Loading this file adds these rows to both tables ATTENTION and does nothing else.
 """
 import functools
 import math
