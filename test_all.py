@@ -547,7 +547,7 @@ def test_gpt_vit_formulas():
             close(got.flatten(2).double() / size, want / size, tolerance)
 
 def test_gpt_identities():
-    """What the papers prove."""
+    """What the papers prove. Dropout reaches a zero diagonal, too."""
     q, k, v = qkv(2, 6, 3, 4)
     def passed_on(name, gamma=1.0, zero_diag=False):
         return gpt.ATTENTION[name](gpt.multi_head(q, k, v, zero_diag), v, gamma)
@@ -560,6 +560,8 @@ def test_gpt_identities():
     # Delta is no longer than MH  [BF Eq. 11]
     mh, delta = [passed_on(name).flatten(2) for name in ('softmax', 'belief')]
     assert (delta.norm(dim=-1) <= mh.norm(dim=-1)).all(), (delta, mh)
+    dropped = gpt.multi_head(q, k, v, True, 0.9)
+    assert not torch.equal(dropped, gpt.multi_head(q, k, v, True))
 
 def test_pdmm():
     """The algorithm that the papers start from. Two nodes, f_i(x) = (x - a_i)^2 / 2, agree on the
@@ -596,11 +598,11 @@ def test_gamma():
         for p in gammas:
             assert p.shape == (2, 1) and (p == 2).all() and (p.grad != 0).all(), (p, p.grad)
 
-def test_gpt_vit_classes():
-    """By hand: each head's gamma, Delta W^o + Delta_s W^s  [BF Eq. 15], the ViT's own scale."""
+def test_gpt_vit_layers():
+    """By hand: --gamma, each head's own, Delta W^o + Delta_s W^s  [BF Eq. 15], the ViT's scale."""
     x, _, _ = qkv(3, 5, 12)
-    for name, zero_diag in itertools.product(('attentionx-learned', 'belief-star'), (True, False)):
-        settings = dict(attention=name, zero_diag=zero_diag)
+    for name, zero_diag in itertools.product(SLOW, (True, False)):
+        settings = dict(attention=name, zero_diag=zero_diag, gamma=1.7)
         for script, attn in ((gpt, gpt_model(n_embd=12, **settings).transformer.h[1].attn),
                              (vit, vit_model(**settings).blocks[0].attn)):
             to_qkv, *outs = attn.children()
@@ -638,6 +640,16 @@ def test_augment_to_the_byte():
     package('PIL')
     images, _ = vit.draw_shapes(200, 5)
     close(images[:, 0, :16, :16].mean(), 84.75076, 1e-4)
+    shapes = {name: lambda x, y, k=k: 0 * x * y + (9 if k < 5 else -9)
+              for k, name in enumerate(vit.SHAPES)}
+    draw = vit.draw_shapes
+    with patch.dict(vit.SHAPES, shapes):  # all of an image, or nothing
+        images, labels = draw(200, 5)
+    assert images[labels > 4].mean() > images[labels < 5].mean() + 50
+    with patch.object(vit, 'draw_shapes', lambda n, seed: draw(n // 100, seed)):
+        data = vit.load_data(vit.Config())
+    assert [len(y) for _, y in (data.train, data.val, data.test)] == [72, 8, 20]
+    assert data.meta['classes'] == [*vit.SHAPES]
     images = np.random.RandomState(0).randint(0, 256, (200, 3, 48, 64)).astype(np.uint8)
     images[1::3] = images[1::3] // 5 + 60  # dull ones
     images[2::3] = images[2::3, :, :1, :1]  # of a single colour
@@ -647,6 +659,11 @@ def test_augment_to_the_byte():
         with patch.object(vit, 'normalise', lambda images, *_: images):
             got = np.stack([vit.get_batch(data, c, 3, micro, 'cpu')[0] for micro in range(4)])
         assert zlib.crc32(got.tobytes()) == want, f'other images by --randaugment {policy}'
+    data = types.SimpleNamespace(train=(images[:50], np.arange(50)), meta={})
+    c = vit.Config(first_size=8, batch_size=50)  # a step is an epoch: every five, two patches more
+    with patch.object(vit, 'normalise', lambda images, size, *_: np.zeros(size)):
+        sizes = [len(vit.get_batch(data, c, step, 0, 'cpu')[0]) for step in (0, 4, 5, 10, 99)]
+    assert sizes == [8, 8, 16, 24, 32], sizes
 
 def test_augment_mix():
     """What the mean of an image has of another the loss has of its label."""
@@ -858,9 +875,9 @@ def test_detr_published_equations(tmp_path):
     assert 'cross-attention admm-printed' in out.getvalue(), out.getvalue()
 
 def test_detr_losses_by_hand():
-    """No objects, more of them than queries, boxes without area, two processes; without scipy one
-    line says so."""
-    c, logits = detr_config(), qkv(3, 5, 4)[0]
+    """No objects, more of them than queries, boxes without area; without scipy one line says so."""
+    c = detr_config(bbox_loss_coef=3, giou_loss_coef=4, eos_coef=0.2)
+    logits = qkv(3, 5, 4)[0]
     boxes = torch.full((3, 5, 4), 0.5, device=DEVICE)
     def losses(*counts):  # of images with so many objects, which lie in one place
         some = dict(pred_logits=logits[:len(counts)], pred_boxes=boxes[:len(counts)])
@@ -873,9 +890,11 @@ def test_detr_losses_by_hand():
     giou = 0.04 / 0.30 - 0.06 / 0.36  # the intersection is 0.2 wide, the box around both 0.6
     close(found['loss_bbox'], 5 / 8 * 4 * 0.2, 1e-6)
     close(found['loss_giou'], 5 / 8 * (1 - giou), 1e-6)
-    close(found['loss'], found['loss_ce'] + 5 * found['loss_bbox'] + 2 * found['loss_giou'], 1e-5)
-    with patch.object(detr, 'WORLD', 2):
-        close(losses(8)['loss'], found['loss'], 1e-6)
+    close(found['loss'], found['loss_ce'] + 3 * found['loss_bbox'] + 4 * found['loss_giou'], 1e-5)
+    classes = torch.full((5,), 3, device=DEVICE)
+    classes[logits[0].softmax(-1)[:, 0].argmax()] = 0  # of five equal boxes, the surest
+    weight = torch.tensor([1, 1, 1, 0.2]).to(logits)
+    close(losses(1)['loss_ce'], F.cross_entropy(logits[0], classes, weight), 1e-6)
     with patch.dict(sys.modules, {'scipy.optimize': None}), \
             contextlib.redirect_stderr(io.StringIO()) as err:
         raises(SystemExit, '2', losses, 8)
@@ -933,6 +952,11 @@ def test_detr_finds():
     x = torch.zeros(1, 2, 5, 18, device=DEVICE)  # with two random tokens
     image = torch.ones(3, 32, 32)
     outputs = model(image[None].to(DEVICE))
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        half = model(image[None].to(DEVICE))
+    assert half['pred_boxes'].dtype == half['pred_logits'].dtype == torch.float32
+    for layer in model.transformer.decoder.layers:
+        assert layer.self_attn.is_self and not layer.multihead_attn.is_self
     surest = outputs['pred_logits'][0].softmax(-1)[:, :-1].amax(-1).argmax()
     x[0, 1, surest, 7] = 0.1  # of a grid of 4 x 4: the second row's last
     x[..., 16:] = 9
@@ -1244,7 +1268,9 @@ def test_initial_weights():
     def a_vit(preset):
         return vit.ViT(vit.Config(**{**vit.PRESETS[preset], 'depth': 1}), 9)
     c = gpt.Config(n_layer=2, n_embd=64, vocab_size=40, bias=True)
-    rotary, local = dataclasses.replace(c, arch='rotary'), a_vit('deit-small-local')
+    rotary, star = [dataclasses.replace(c, **x) for x in (
+        dict(arch='rotary'), dict(attention='belief-star'))]
+    local = a_vit('deit-small-local')
     oa = detr_model(detr_config(cross_attention='softmax'))
     decoder, ma = 'transformer.decoder.layers.0.', mask.GPT2(mask_config())
     for net, key, how, size in (
@@ -1266,6 +1292,9 @@ def test_initial_weights():
             (oa, decoder + 'linear1.bias', 'uniform', 16 ** -0.5),
             (oa, 'query_embed.weight', 'normal', 1),
             (oa, 'backbone.0.body.3.weight', 'uniform', (32 * 9) ** -0.5),
+            (gpt.GPT(star), 'transformer.h.0.attn.c_proj_s.weight', 'normal', 0.02 / 4 ** 0.5),
+            (vit.ViT(vit.Config(attention='belief-star', depth=1), 9),
+             'blocks.0.attn.proj_s.weight', 'uniform', 64 ** -0.5),
             (ma, 'h.1.attn.c_attn.weight', 'normal', 0.02),
             (ma, 'h.1.mlp.c_proj.weight', 'normal', 0.02 / 4 ** 0.5)):
         p, rng = net.state_dict()[key], torch.Generator()
@@ -1364,7 +1393,10 @@ def test_sampling(tmp_path):
         text, again, other = [done(script, *flags, seed) for seed in (1, 1, 2)]
         continued = [rest[:9] for rest in text.split(TEXT)[1:]]
         assert len(continued) == 2 and (script is mask or len({*continued}) == 2), text
-        assert text == again != other, (script.SCRIPT, other)
+        assert text == again != other and len(text) < 2 * len(TEXT) + 60, (script.SCRIPT, text)
+        for more in [('--temperature', 0), ('--top-k', 1)][:1 + (script is gpt)]:  # the likeliest
+            one, two = [done(script, *flags, seed, *more) for seed in (1, 2)]
+            assert one == two, (script.SCRIPT, more)
 
 # --------------------------- data, evaluation, weights to start from ---------------------------
 def test_gpt_mask_data(tmp_path):
@@ -1379,7 +1411,12 @@ def test_gpt_mask_data(tmp_path):
     assert list(encode('é')) == [195, 169] and decode([195, 169, 255]) == 'é\ufffd'
     with patch('tiktoken.get_encoding') as gpt2:
         gpt.get_tokenizer('gpt2')[0]('text')
+        gpt.get_tokenizer('gpt2')[1]([7, 50300])  # of which one is padding
     assert gpt2().encode.call_args.kwargs == dict(allowed_special={'<|endoftext|>'})
+    assert gpt2().decode.call_args.args == ([7],) and decode([65, 300]) == 'A'
+    for make, script in (gpt.make_model, gpt), (mask.make_teacher, mask):
+        c = script.Config(**SMALL_GPT, vocab_size=300)
+        assert make(c, dict(vocab_size=256)).config.vocab_size == 300
     text_data(tmp_path)
     vit_data(tmp_path)
     (tmp_path / 'data/raw').mkdir()
@@ -1836,6 +1873,7 @@ def test_never_scored_again(tmp_path):
     for script, action in (gpt, 'sample'), (vit, 'predict'), (detr, 'detect'), (mask, 'criteria'):
         flags = short_run(script, tmp_path, *CPU)
         torch.set_default_dtype(torch.float64)  # as another cell of a notebook may
+        torch.set_default_device('meta')
         end = run(script, *flags)
         assert torch.get_default_dtype() == torch.float32, script.SCRIPT
         folder, before = end.result['folder'], contents(end.result['folder'])
@@ -1889,6 +1927,24 @@ def test_runs_are_named_by_their_command(tmp_path):
     assert len({*names}) == 5 and max(map(len, names)) <= 80, names
     assert all(re.fullmatch(r'[\w.,=+-]+', name) for name in names), names
 
+def test_progress_threads_and_seeds(tmp_path):
+    """A line every --log-interval steps says how long the rest takes. Another seed means other
+    weights and batches."""
+    for script in SCRIPTS:
+        flags = short_run(script, tmp_path, *CPU)
+        with (patch.object(time, 'perf_counter', itertools.count().__next__),
+              patch.object(torch, 'set_num_threads') as threads):
+            out = run(script, *flags, '--log-interval', 2, '--threads', 3).out
+        assert threads.call_args.args == (3,) and out.count(': batch loss ') == 3, out
+        assert ' 1000 ms a step, 0.1 min left' in out, out
+        c = script.parse(tiny(script, tmp_path))[1]
+        data, make = script.load_data(c), mask.make_teacher if script is mask else script.make_model
+        seeds = [dataclasses.replace(c, seed=seed) for seed in (1, 2)]
+        one, two = [script.get_batch(data, c, 0, 0, 'cpu')[0] for c in seeds]
+        assert not torch.equal(one, two), script.SCRIPT
+        one, two = [make(c, data.meta).state_dict() for c in seeds]
+        assert not all(torch.equal(one[key], two[key]) for key in one), script.SCRIPT
+
 def test_best_weights(tmp_path):
     """best.pt has those of the best evaluation, compiled or not; the report's figure is the last.
     What is evaluated, and loaded, is in eval mode; what trains is in autocast. A run with settings
@@ -1903,7 +1959,7 @@ def test_best_weights(tmp_path):
             seen.append(copy.deepcopy(model.state_dict()))
             return {'val_loss': 1.0, 'AP50': 0.0, metric: figures[len(seen) - 1]}
         def loss_of(*args, whole=script.loss_of):
-            assert torch.is_autocast_enabled('cpu'), script.SCRIPT
+            assert torch.is_autocast_enabled('cpu') and hasattr(args[0], '_orig_mod'), args[0]
             return whole(*args)
         flags = short_run(script, tmp_path, *CPU, '--dtype', 'bfloat16', '--compile')
         with (torch.compiler.set_stance('force_eager'), patch.object(torch, 'compile', uncompiled),
@@ -1916,7 +1972,7 @@ def test_best_weights(tmp_path):
         c = script.Config(folder=str(file.parent), device='cpu')
         with QUIET:
             net = mask.load_pair(file)[1] if script is mask else script.load_run(c)[0]
-        assert not net.training, script.SCRIPT
+        assert not net.training and same(net.state_dict(), seen[1]), script.SCRIPT
         for change in (dict(removed=9), dict(attention='removed')) if script is gpt else ():
             torch.save(dict(saved, config=dict(saved['config'], **change)), file)
             with contextlib.redirect_stderr(io.StringIO()) as told, QUIET:
@@ -2050,6 +2106,8 @@ def test_mask_two_stages(tmp_path):
     first, losses = end.result['folder'], [row['val_loss'] for row in end.result['log']]
     assert losses[-1] < 0.7 * losses[0], losses
     close([end.result['kl'], end.result['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
+    row = re.search(r'(?m)^kl .*', end.out)[0].split()  # before training, and trained
+    close([float(row[3]), float(row[5])], [losses[0], losses[-1]], 0.01 * losses[0])
     flags += '--max-iters', '0'
     other = load(done(mask, *flags, '--masks', 'last5', '--l1', 1)['folder'] / 'ckpt.pt')
     assert same(other['teacher'], load(first / 'ckpt.pt')['teacher']) and teachers() == 1
@@ -2057,6 +2115,8 @@ def test_mask_two_stages(tmp_path):
     close(equal['val_loss'], 0, 1e-7)  # evaluated in float32
     worse = *flags, '--teacher-lr', 10, '--teacher-iters', 6  # it gets worse as it trains
     alone = done(mask, 'teacher', *worse)['folder']
+    own = load(alone / 'ckpt.pt')['settings']
+    assert (own['max_iters'], own['learning_rate'], own['warmup_iters']) == (6, 10, 5), own
     best, last = [load(alone / name)['model'] for name in ('best.pt', 'ckpt.pt')]
     taught = load(done(mask, *worse)['folder'] / 'ckpt.pt')['teacher']
     assert same(taught, best) and not same(taught, last) and teachers() == 3
