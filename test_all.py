@@ -6,7 +6,7 @@
 """Every test, on a CPU and, where there is one, on a GPU.
 
     python test_all.py                 # all of them, a minute and a half
-    python test_all.py belief resume   # those with one of these words in their name
+    python test_all.py detr resume     # those with one of these words in their name
     python test_all.py --with mine.py  # every_variant for the rows of a file of your own: seconds
     python test_all.py --device cuda   # on that device; default: a GPU where there is one
     pytest test_all.py                 # the same, if you have pytest
@@ -72,12 +72,17 @@ with patch.dict(detr.ATTENTION):  # printed's rows have tests of their own
     printed = importlib.import_module('printed')
     PRINTED = {**detr.ATTENTION}
 
+OPTIONAL = 'scipy', 'matplotlib', 'PIL', 'supervision', 'nbclient', 'nbformat', 'ipykernel'
+
 def package(name):
     """Import it, or skip the test that needs what is not installed."""
     try:
         return importlib.import_module(name)
     except (ModuleNotFoundError, SystemExit) as error:  # compare.py says itself that scipy is not
-        raise unittest.SkipTest(f'not installed: {getattr(error, "name", "scipy")}')
+        missing = getattr(error, 'name', 'scipy').partition('.')[0]
+        if importlib.util.find_spec(missing) or missing not in OPTIONAL:
+            raise
+        raise unittest.SkipTest(f'not installed: {missing}')
 
 class Compare:
     """experiments/compare.py, imported where a test first uses it."""
@@ -150,6 +155,12 @@ def prepared(path, command):
         end = run(prepare_data, *command.split())
     assert end.code == 0, (command, end)
     final = path / re.search('^(.*) is ready', end.out, re.M)[1]
+    name, *flags = shlex.split(end.out.rpartition('next: python ')[2])
+    reader = {f'{script.SCRIPT}.py': script for script in SCRIPTS}[name]
+    kinds = dict(tokens=[gpt, mask], arrays=[vit], photos=[vit], objects=[detr])
+    assert reader in kinds.get(end.result.get('kind'), SCRIPTS), (command, name)
+    c = reader.parse(flags)[1]
+    assert final.name in (c.data, pathlib.Path(c.init).name), (command, flags)
     if final.is_dir():
         meta = json.loads((final / 'meta.json').read_text())
         assert meta == json.loads(json.dumps(end.result)), end
@@ -385,10 +396,11 @@ def mask_variants():
 def for_every_variant(test):
     """A test of one variant becomes a test of all, which names those that fail."""
     def test_of_all():
-        wrong = []
+        wrong, tried = [], 0
         for variant in (*gpt_variants(), *vit_variants(), *detr_variants(), *mask_variants()):
             if OWN.isdisjoint(re.split('[ :+]', variant.name)) and OWN:
                 continue
+            tried += 1
             try:
                 torch.manual_seed(0)
                 test(variant)
@@ -396,6 +408,7 @@ def for_every_variant(test):
                 lines = [x.line for x in traceback.extract_tb(error.__traceback__)
                          if x.name != 'close' and f'{os.sep}torch{os.sep}' not in x.filename]
                 wrong.append(f'{variant.name}: {lines[-1]}: {str(error)[:300]}')
+        assert tried, f'no name of {", ".join(OWN)} can be typed as a flag'
         assert not wrong, '\n'.join([f'{len(wrong)} variants:', *wrong])
     test_of_all.__name__, test_of_all.__doc__ = test.__name__, test.__doc__
     return test_of_all
@@ -1431,6 +1444,9 @@ def test_gpt_mask_data(tmp_path):
             refuse(gpt, words, *tiny(gpt, tmp_path), '--data', name)
     for script in gpt, mask:
         refuse(script, ['--block-size 300'], *tiny(script, tmp_path), '--block-size', 300)
+    write(tmp_path / 'data/text/val.bin', 'cut')
+    with inside(tmp_path):
+        refuse(gpt, ['val.bin was cut or changed'], *tiny(gpt, tmp_path), '--data', 'text')
 
 def test_vit_splits(tmp_path):
     """Where images to validate on come from. The test set is for the end, in float32."""
@@ -1932,11 +1948,12 @@ def test_progress_threads_and_seeds(tmp_path):
     weights and batches."""
     for script in SCRIPTS:
         flags = short_run(script, tmp_path, *CPU)
-        with (patch.object(time, 'perf_counter', itertools.count().__next__),
+        with (patch.object(time, 'perf_counter', itertools.count(0, 60).__next__),
               patch.object(torch, 'set_num_threads') as threads):
             out = run(script, *flags, '--log-interval', 2, '--threads', 3).out
         assert threads.call_args.args == (3,) and out.count(': batch loss ') == 3, out
-        assert ' 1000 ms a step, 0.1 min left' in out, out
+        assert re.findall(r' (\d+) ms a step, (\S+) min left', out) == [
+            ('60000', left) for left in ('4.0', '2.0', '0.0')], out
         c = script.parse(tiny(script, tmp_path))[1]
         data, make = script.load_data(c), mask.make_teacher if script is mask else script.make_model
         seeds = [dataclasses.replace(c, seed=seed) for seed in (1, 2)]
@@ -2067,6 +2084,15 @@ def test_processes_share_a_step(tmp_path):
             script.train(c)
         assert {call.args[3] for call in get_batch.call_args_list} == {1, 3}, script.SCRIPT
         assert summed.call_count >= 6 * 10, script.SCRIPT
+
+def test_number_format_of_a_gpu():
+    """float16 on a T4, which only emulates bfloat16."""
+    for level, dtype in ((7, 5), torch.float16), ((8, 0), torch.bfloat16):
+        there = lambda *_, device: types.SimpleNamespace(device=torch.device(device))
+        with (patch.object(torch, 'empty', there), patch.multiple(
+                torch.cuda, is_available=lambda: True, set_device=lambda device: None,
+                get_device_capability=lambda: level)):
+            assert gpt.pick_device(gpt.Config()) == (torch.device('cuda'), dtype)
 
 def test_one_graph(tmp_path):
     """--compile makes one graph of each script's model."""
@@ -2253,6 +2279,10 @@ def test_door_reads_texts_and_arrays(tmp_path):
         assert ('become uint8' in out) == (command.split()[1] in said), out
         assert ('4 in no split are left out' in out) == (command == 'arrays four'), out
     assert meta['mean'][0] == 0.485 and 'of 9 images to judge by 9 are copies' in out, out
+    final, meta, _ = prepared(tmp_path, 'arrays same')
+    for text, image, _ in prepare_data.examples(final, meta, 'train', 9):
+        k, = np.flatnonzero((PIXELS.transpose(0, 2, 3, 1) == np.asarray(image)).all((1, 2, 3)))
+        assert text == str(LABELS[k]), (text, k)
 
     blocks = [PROSE[i:i + 50] for i in range(0, len(PROSE), 50)]
     pieces = [piece for _, piece in prepare_data.pieces('train', blocks)]
@@ -2356,6 +2386,23 @@ def test_door_makes_data_again(tmp_path):
     write(tmp_path / 'data/mine', 'of somebody else')
     refused(tmp_path, dict.fromkeys(
         ['text notes.txt', 'text notes.txt --name mine'], 'not made by this version'))
+
+def test_door_notices_other_contents(tmp_path):
+    """Of arrays, photos and boxes, too."""
+    def arrays(images=PIXELS, labels=LABELS):
+        save(tmp_path / 'arrays/train.npz', images=images, labels=labels)
+    def moved(content):
+        content['annotations'][0]['bbox'][0] += 1
+    for kind, *makes in (
+            ('arrays', arrays, lambda: arrays(255 - PIXELS), lambda: arrays(labels=LABELS[::-1])),
+            ('photos', lambda: paint_classes(tmp_path / 'photos'),
+             lambda: paint(tmp_path / 'photos/cat/3.png', flat(8, 12, 200))),
+            ('objects', lambda: objects_set(tmp_path / 'objects'),
+             lambda: objects_set(tmp_path / 'objects', moved))):
+        for n, make in enumerate(makes):
+            make()
+            out = prepared(tmp_path, f'{kind} {kind}')[2]
+            assert ('are others' in out) == (n > 0), (kind, n, out)
 
 def test_door_opens_photos_as_viewers_do(tmp_path):
     """Upright in all eight orientations, clear on white, deep greys by the data set's bits."""
@@ -2463,6 +2510,7 @@ def test_door_reads_objects(tmp_path):
         return change
     def beyond(content):
         content['annotations'][0].update(bbox=[-3, 10.5, 60, 20], iscrowd=1)
+        content['annotations'] += [dict(content['annotations'][1], id=n) for n in range(90, 94)]
     def boxes(*numbers):
         return [(str(i), [('cup', [i, 5, 20, 10], 200, 0), ('pen', [30, 8, 4, 10], 40, 0)])
                 for i in numbers]
@@ -2487,9 +2535,13 @@ def test_door_reads_objects(tmp_path):
                 assert shown.size == (photo['width'], photo['height']) == (40, 20), photo
                 assert type(photo['id']) is int, photo
         assert (meta['bits'], (final / 'look.png').exists()) == (8, True)
+        for text, image, found in prepare_data.examples(final, meta, 'train', 9):
+            want_boxes = [('cup', int(text[0]), 5, 20, 10), ('pen', 30, 8, 4, 10)]
+            assert (image.size, found) == ((40, 20), want_boxes), (text, found)
         assert ('of 6 boxes 6 are drawn' in out) == (name == 'backwards'), out
     objects_set(tmp_path / 'beyond', beyond)
-    final = prepared(tmp_path, 'objects beyond')[0]  # boxes stay as they are
+    final, _, out = prepared(tmp_path, 'objects beyond')  # boxes stay as they are
+    assert '--num-queries 15' in out, out  # for five objects and a crowd
     assert held(final)['train'][0][1][0][1:] == ([-3, 10.5, 60, 20], 200, 1)
     shutil.rmtree(tmp_path / 'coco/val2017')  # every tenth is held out
     assert prepared(tmp_path, 'objects coco --name one')[1]['val'] == 1
@@ -2515,12 +2567,17 @@ def test_door_refuses_objects(tmp_path):
         'null': (lambda content: content.update(annotations=None), "not in COCO's form"),
         'stray': (one('annotations', image_id=99), 'id 99'), 'two': (dict, 'two/images/train2017'),
         'gone': (one('images', file_name='x.png'), 'train2017/x.png / val2017/x.png / faults: 2'),
-        'corners': (corners, 'corners')}
+        'corners': (corners, 'corners'),
+        'parts': (lambda content: [a.update(bbox=[.1, .2, .3, .2]) for a in content['annotations']],
+                  'fractions')}
     for name, (change, _) in changes.items():
         objects_set(tmp_path / name, change)
     paint(tmp_path / 'two/images/train2017/2.png', flat(20, 40, 9))
     write(tmp_path / 'bare/1.png', '')
+    write(tmp_path / 'voc/a.xml', '')
+    write(tmp_path / 'yolo/a.txt', '')
     refused(tmp_path, {f'objects {name}': words for name, (_, words) in changes.items()} | {
+        'objects voc': 'from_pascal_voc', 'objects yolo': 'from_yolo',
         'objects bare': "COCO's form"})
     for name in 'nobox', 'far', 'category', 'crowd', 'size', 'flat', 'gone':
         shutil.copytree(tmp_path / name / 'train2017', tmp_path / name / 'val2017',
@@ -2618,7 +2675,11 @@ def test_door_weights(tmp_path):
         assert len(saved['config']) == settings, (n, saved['config'])
         for name, value in saved['config'].items():
             assert getattr(net.config, name) == value, (n, name)
-        assert f'{saved["script"]} --init data/weights/{n}.pt' in out, out
+        script, *flags = shlex.split(out.rpartition('next: python ')[2])
+        assert script == saved['script'] and f' --init data/weights/{n}.pt' in out, out
+        for name, value in saved['config'].items() if script != 'mask_distill.py' else ():
+            module = {f'{one.SCRIPT}.py': one for one in SCRIPTS}[script]
+            assert getattr(module.parse(flags)[1], name) == value, (name, out)
 
 def test_door_refuses_weights(tmp_path):
     """A setting or tensor that makes another function is named, and so is code."""
@@ -2645,6 +2706,7 @@ def test_door_refuses_weights(tmp_path):
         (tmp_path / f'{n}.safetensors').write_bytes(wrong)
         told[f'weights {n}.safetensors'] = 'cannot be read'
     refused(tmp_path, told)
+    assert prepared(tmp_path, 'weights heads --heads 2')[1]['config']['n_head'] == 2
 
 @contextlib.contextmanager
 def serving(body, cuts=0):
@@ -2710,6 +2772,7 @@ def test_door_archives(tmp_path):
                           'imagenette2-160/train/n01440764/../../../1.JPEG'), b'cos\nsystem\n.')
     hundred = {'train.bin': b'\3\7' + pixels, 'test.bin': b'\3\7' + pixels,
                'fine_label_names.txt': b'a b c d e f g apple'}
+    ten = [*(f'data_batch_{i}.bin' for i in range(1, 6)), 'test_batch.bin']
     nette = {f'imagenette2-160/{split}/{label}/1.JPEG': photo
              for split in ('train', 'val') for label in ('n01440764', 'n03888257')}
     content = dict(
@@ -2728,6 +2791,13 @@ def test_door_archives(tmp_path):
              'train.npz test.npz look.png'),
             ('coco', 'zip', {'val2017.zip': jpegs, 'annotations_trainval2017.zip': boxes},
              ' '.join([*jpegs, *boxes, 'train.json val.json look.png'])),
+            ('wikitext-2', 'zip', {'wikitext-2-raw-v1.zip': {
+                f'wikitext-2-raw/wiki.{split}.raw': split.encode() * 9
+                for split in ('train', 'valid', 'test')}}, 'train.bin val.bin'),
+            ('cifar10', 'w:gz', {'cifar-10-binary.tar.gz': {
+                f'cifar-10-batches-bin/{file}': b'\7' + pixels for file in ten} | {
+                'cifar-10-batches-bin/batches.meta.txt': b'a b c d e f g apple'}},
+             'train.npz test.npz look.png'),
             ('openwebtext', 'w:', {'urlsf_subset00.tar': {
                 'owt/1.xz': lzma.compress(archive('w:', pages), preset=0)}}, 'train.bin val.bin')]:
         path = tmp_path / name
@@ -2735,12 +2805,15 @@ def test_door_archives(tmp_path):
         for file, members in raw.items():
             (path / file).write_bytes(archive(kind, evil | members))
         command = f'{name} --no-verify --from {path} --tokenizer bytes'
-        final = prepared(path, command)[0]
+        final, meta, _ = prepared(path, command)
         assert contents(final).keys() == {*want.split(), 'meta.json'}, name
         assert {p.name for p in path.iterdir()} == {*raw, 'data'}, name
-        if name == 'cifar100':
+        if name in prepare_data.CIFAR:
+            assert meta['mean'][0] == prepare_data.COLOURS[name][0][0]
             with np.load(final / 'train.npz') as file:
-                assert file['labels'] == 7 and file['images'].tobytes() == pixels
+                assert (file['labels'] == 7).all() and file['images'][0].tobytes() == pixels
+        if name == 'wikitext-2':
+            assert np.fromfile(final / 'val.bin', '<u2').tolist() == [*b'valid' * 9]
         if name == 'openwebtext':
             texts = [b'%d\n\nb\n\n' % i for i in range(2001)]  # every 2000th is to validate on
             for split, part in ('train', texts[1:-1]), ('val', [texts[0], texts[-1]]):
@@ -2871,6 +2944,7 @@ def test_compare_chooses_and_judges(tmp_path):
         assert out.count('diverged, and counts as worst: loss nan') == 2, out
         assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
         assert done(compare, *tuned) == rows and len(runs) == 33 and failed == [0, 1], failed
+        assert {c.threads for c in runs} == {1}
         assert done(compare, *tuned, '--against', chosen[1])[0]['case'] == chosen[1]
         found = run(compare, *read('a.csv', *tune)).out.splitlines()
         assert len(found) > 9 and {*found} <= {*out.splitlines()}, found  # the same table
@@ -3243,7 +3317,7 @@ def test_commands_in_the_texts():
                 path.touch() if '.' in path.name or path.name == 'FILE' else path.mkdir()
             if name in programs and '--help' not in words:
                 programs[name](words)
-            if name == 'experiments/compare' and not {'--from-csv', '--with'} & {*words}:
+            if name == 'experiments/compare':
                 o, rest = compare.parse(words)
                 compare.cases_of(scripts[o.script], rest, o.table, o.sweep)
         seen.append(name)
@@ -3338,15 +3412,31 @@ def test_a_variant_of_your_own(tmp_path):
         with patch.dict(script.ATTENTION, names['rows']):
             assert done(script, *tiny(script, tmp_path, '--attention', name))['step'] == 6
 
+def test_rows_of_a_file(tmp_path):
+    """--with tries these alone, and names those that fail."""
+    write(tmp_path / 'mine.py', "import attentionx_gpt as gpt; "
+          "gpt.ATTENTION['mine'] = lambda mh, v, gamma: mh.flip(1)")
+    out, error = io.StringIO(), io.StringIO()
+    kept = {*OWN}
+    with (patch.dict(gpt.ATTENTION), contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(error)):
+        OWN.clear()
+        failed = main(['every_variant_sees'], tmp_path / 'mine.py')
+    OWN.clear()
+    OWN.update(kept)
+    assert failed and '2 variants:' in error.getvalue() and 'rows of' in out.getvalue(), error
+
 # ------------------------------------ runner ------------------------------------
 def main(words, file):
     if file:
         add_rows(file)
         words = words or ['every_variant']
-    chosen = {name: test for name, test in globals().items() if name.startswith('test_')
-              and any(word in name for word in words or [''])}
-    if not chosen:
-        sys.exit(f'no test is named {" or ".join(words)}')
+    tests = {name: test for name, test in globals().items() if name.startswith('test_')}
+    for word in words:
+        if not any(word in name for name in tests):
+            sys.exit(f'no test is named {word}')
+    chosen = {name: test for name, test in tests.items()
+              if any(word in name for word in words or [''])}
     found = dict(ok=0, FAIL=0, skip=0)
     for name, test in chosen.items():
         clock, how, why = time.perf_counter(), 'ok', ''
