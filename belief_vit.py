@@ -29,8 +29,7 @@ neighbours exchange how their solutions differ [BF Eq. 1-5].
 <a,b> is a token's dot product: over all its channels in BF Eq. 10, over head m's in BF Eq. 13.
 By default no token attends to itself: the attention matrix has a zero diagonal [AX2 Sec. 3.2], of
 which AX1 and BF do not speak. gamma is then 1 [AX2 Sec. 3.2], and else 3 [choice]. In attentionx-v1
-it is 1 [AX1 Sec. 4.1].
-On CIFAR the papers train with --optimizer set-adam [BF Sec. 5.3].
+it is 1 [AX1 Sec. 4.1]. On CIFAR the papers train with --optimizer set-adam [BF Sec. 5.3].
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, also with a zero diagonal

@@ -479,8 +479,8 @@ def choose_splits(folder, groups, three=False, fits=lambda row: True):
 VOCAB_SIZE = {'gpt2': 50257, 'bytes': 256}  # tokenizer: how many tokens it has
 
 def text_file(paths, out, args):
-    """One text in UTF-8, or in UTF-16 if it says so; line ends become newlines. The last
-    tenth is for validation."""
+    """One text in UTF-8, or in UTF-16 if it says so. Line ends become newlines, and its last tenth
+    is for validation."""
     path, tokenizer = paths[0], args.tokenizer or 'bytes'
     if path.is_dir():
         fail(f'{path} is a folder: join its files, as in `cat {path}/*.txt > all.txt`')
