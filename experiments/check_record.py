@@ -168,6 +168,12 @@ def at_rates(kind):
                      and (row['cross_attention'], row['learning_rate']) == (kind, rate)])
             for rate in (3e-4, 1e-3, 3e-3)]
 
+def from_relu(penalty, sparsity, ridge):
+    """Mean AP of two seeds, and the mean cosine of x with ReLU attention's over seeds and layers."""
+    case = f'admm {ridge:g} {penalty} {sparsity:g}'
+    return [mean('detr-ridge', case, 'AP'), np.mean([
+        looks('detr-ridge-log', 2000, f'{layer}.cross_relu', case=case) for layer in range(2)])]
+
 THREE = 'attentionx', 'belief', 'belief-star'
 FOUR = 'accuracy', 'mse', 'cosine', 'kl'
 SHORTER = lambda r: r('update_out') / r('mh_out')

@@ -8,6 +8,7 @@
     variants.png  every variant at its own best rate: its difference from softmax, sorted
     layers.png    BeliefFormer's Fig. 3: how long MH and Delta are and where they point, in a ViT's
                   first epoch
+    ridge.png     from ReLU attention to a Lasso: DETR's AP over how much x is like ReLU attention's
     coefficients.png   which of the last five tokens learned masks weigh, layer by layer
     scaling.png   time and memory of attention by the number of tokens, from `memory.py lengths`
 
@@ -239,6 +240,38 @@ def draw_layers():
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=5)
     save(figure, 'layers')
 
+def draw_ridge():
+    alike = {}  # {case: x's mean cosine with ReLU attention's, of each seed and layer}
+    for row in read_all('detr-ridge-log'):
+        if row['step'] == 2000:
+            alike.setdefault(row['case'], []).extend(row[f'{i}.cross_relu'] for i in range(2))
+    found = {}  # {(penalty, sparsity): {ridge: (cosine, AP of each seed)}}
+    for row in read_all('detr-ridge'):
+        line = found.setdefault((row['penalty'], row['sparsity']), {})
+        cosine = np.mean(alike[row['case']])
+        line.setdefault(row['ridge'], (cosine, []))[1].append(row['AP'])
+    figure = Figure(figsize=(7.6, 4.4), layout='constrained')
+    ax = figure.subplots()
+    for (penalty, sparsity), line in sorted(found.items(), reverse=True):
+        colour, marker = (WINE, 'o') if penalty == 'positive' else (INDIGO, 's')
+        weak = sparsity < 0.1  # its numbers are above the marks
+        where = dict(xytext=(-6, 4) if weak else (6, -4), ha='right' if weak else 'left',
+                     va='bottom' if weak else 'top', textcoords='offset points')
+        cosines = [cosine for cosine, _ in line.values()]
+        sign = 'x ≥ 0' if penalty == 'positive' else 'x of any sign'
+        ax.plot(cosines, [np.mean(AP) for _, AP in line.values()], '-' if weak else '--',
+                color=colour, marker=marker, mfc=colour if weak else 'white',
+                label=f'{sign}, λ = {sparsity:g}')
+        for ridge, (cosine, AP) in line.items():
+            ax.plot([cosine] * len(AP), AP, '.', color=colour, ms=4)
+            ax.annotate(f'{ridge:g}', (cosine, np.mean(AP)), color=colour, **where)
+    relu = np.mean([row['AP'] for row in read_all('detr-relu')])
+    ax.plot(1, relu, '*', color=BLACK, ms=12, label='ReLU attention')
+    ax.set(xlabel='mean cosine of x with ReLU attention\'s', ylabel='average precision',
+           xlim=(None, 1.03), ylim=(0, None))
+    figure.legend(*ax.get_legend_handles_labels(), loc='outside lower center', ncols=3)
+    save(figure, 'ridge')
+
 def draw_coefficients():
     figure = Figure(figsize=(9, 4.4), layout='constrained')
     axes = figure.subplots(2, 4, sharex=True, sharey=True)
@@ -290,6 +323,7 @@ def main():
     draw_rates()
     draw_variants()
     draw_layers()
+    draw_ridge()
     draw_coefficients()
     draw_scaling()
 
