@@ -169,10 +169,8 @@ def at_rates(kind):
             for rate in (3e-4, 1e-3, 3e-3)]
 
 def from_relu(penalty, sparsity, ridge):
-    """Mean AP of two seeds, and the mean cosine of x with ReLU attention's over seeds and layers."""
-    case = f'admm {ridge:g} {penalty} {sparsity:g}'
-    return [mean('detr-ridge', case, 'AP'), np.mean([
-        looks('detr-ridge-log', 2000, f'{layer}.cross_relu', case=case) for layer in range(2)])]
+    """Mean AP of two seeds."""
+    return mean('detr-ridge', f'admm {ridge:g} {penalty} {sparsity:g}', 'AP')
 
 THREE = 'attentionx', 'belief', 'belief-star'
 FOUR = 'accuracy', 'mse', 'cosine', 'kl'
@@ -243,9 +241,10 @@ def own_intervals():
     ours, *others = [[*x.values()] for x in over_values()]
     for other in others:
         yield stats.ttest_ind(ours, other, equal_var=False).confidence_interval(1 - 0.05 / 2)
-    # ReLU attention against softmax, and the Lasso against ridge regression, each by itself
+    # ReLU attention against softmax and ridge regression, the Lasso against that, each by itself
     softmax = 'detr-softmax-31-33 detr-softmax-34-42'
     for (name, case), (other, first) in ((('detr-relu', 'relu'), (softmax, 'softmax')),
+                                         (('detr-cross', 'l2'), ('detr-relu', 'relu')),
                                          (('detr-cross', 'lasso'), ('detr-cross', 'l2'))):
         pair = [[*values(*which, 'AP').values()] for which in ((name, case), (other, first))]
         yield stats.ttest_ind(*pair, equal_var=False).confidence_interval()
