@@ -576,6 +576,33 @@ def test_gpt_identities():
     dropped = gpt.multi_head(q, k, v, True, 0.9)
     assert not torch.equal(dropped, gpt.multi_head(q, k, v, True))
 
+def test_variants_of_other_papers():
+    """experiments/variants.py, by hand. ReLU attention is the Lasso with a large --ridge."""
+    variants = importlib.import_module('variants')
+    q, k, _ = qkv(2, 3, 6, 4)  # of DETR: (B, nh, N, hs)
+    for is_self in (False, True):
+        c = detr_config(sparsity=0.3, penalty='positive', ridge=1e6, rho=1e6, iterations=20)
+        products = (q @ k.mT).masked_fill(torch.eye(6, device=DEVICE) * is_self > 0, 0).clamp_min(0)
+        x = variants.relu(q, k, c, is_self)
+        close(x, (products - 0.3 * products.amax(-1, keepdim=True)).clamp_min(0), 1e-12)
+        alike = F.cosine_similarity(detr.lasso(q, k, c, is_self), x, dim=-1)
+        assert ((alike > 0.9999) | (x == 0).all(-1)).all(), alike
+    x, mh, v = qkv(2, 5, 16)[0], *qkv(2, 5, 4, 4)[:2]
+    close(variants.laplacian(mh, v, 3), torch.cat([v[:, :, :2] - mh[:, :, :2], mh[:, :, 2:]], 2), 0)
+    gated, differential = [gpt_model(attention=name, n_embd=16, n_head=4).transformer.h[1].attn
+                           for name in ('gated', 'differential')]
+    mh, _ = gated.heads(x)
+    close(gated(x), gated.c_proj(mh.flatten(2) / (1 + torch.exp(-gated.c_gate(x)))), 1e-12)
+    q, k, v = differential.c_attn(x).view(2, 5, 3, 4, 4).unbind(2)
+    p = gpt_weights(q, k)  # of two heads, and two that are subtracted
+    a_1, b_1, a_2, b_2 = differential.vectors
+    start = 0.8 - 0.6 * math.exp(-0.3)
+    lam = torch.exp(a_1 @ b_1) - torch.exp(a_2 @ b_2) + start
+    v = v.view(2, 5, 2, 2, 4).permute(0, 3, 1, 2, 4).flatten(3)  # heads 0 and 2, 1 and 3 together
+    y = ((p[:, :2] - lam * p[:, 2:]) @ v).transpose(1, 2)
+    y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * differential.norm.weight
+    close(differential(x), differential.c_proj(((1 - start) * y).flatten(2)), 1e-10)
+
 def test_pdmm():
     """The algorithm that the papers start from. Two nodes, f_i(x) = (x - a_i)^2 / 2, agree on the
     mean, and a multiplier sums residuals: not as AX2 Eq. 4 and BF Eq. 5 print the second sum."""
