@@ -908,8 +908,9 @@ def report(c, model, log, folder, data):
     model.load_state_dict(load(folder / 'best.pt')['model'])  # until now: the last weights
     _, accuracy = loss_and_accuracy(model, images, labels, data.meta, model.head.weight.device)
     commonest = np.bincount(labels).max() / len(labels)
-    print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, with the '
-          f'weights best in validation {accuracy:.1%}\n        (a linear model on 32 x 32 pixels: '
+    print(f'\nresult  test accuracy {log[-1]["test_acc"]:.1%} on {len(labels):,} images, and '
+          f'{accuracy:.1%} with the weights best in validation\n'
+          '        (a linear model on 32 x 32 pixels: '
           f'{linear_accuracy(data):.1%}; the commonest class of the test set for all: '
           f'{commonest:.1%})')
     draw(draw_curves, folder / 'curves.png', log, {

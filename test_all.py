@@ -1495,7 +1495,7 @@ def test_vit_splits(tmp_path):
     assert [(n, light) for n, light, _ in seen] == [(4, 1)] * 3 + [(9, 0)] * 2, seen
     assert seen[3][2] == seen[2][2] != seen[1][2] == seen[4][2], seen
     assert '60 images to train on, 6 held out, 9 to test' in end.out, end.out
-    told = 'accuracy 30.0% on 9 images, with the weights best in validation 70.0%'
+    told = 'accuracy 30.0% on 9 images, and 70.0% with the weights best in validation'
     assert told in end.out, end.out
 
 def test_vit_photos(tmp_path):
