@@ -649,20 +649,15 @@ def overlap(a, b):
     height = max(0, (ah + bh) / 2 - abs(ay - by))
     return width * height >= 0.15 * min(aw * ah, bw * bh)
 
-def open_photo(path, size=None, bits=8):
+def open_photo(path, size=None):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
     but not if its stored (width, height) is `size`, for which objects' boxes were drawn.
-    Transparent pixels are white. Greys of more than 8 bits are scaled by `bits`, the most bits in
-    the data set."""
+    Transparent pixels are white."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
-    if photo.mode == 'F':
-        raise ValueError('its pixels are real numbers of unknown range')
-    if photo.mode[0] == 'I':  # whole numbers of 16 or 32 bits
-        greys = np.asarray(photo).clip(0)
-        bits = max(bits, int(greys.max()).bit_length())  # more only in a photo from elsewhere
-        photo = Image.fromarray((greys >> (bits - 8)).astype(np.uint8))
+    if photo.mode[0] in 'FI':  # greys, whose white is not known
+        raise ValueError('its pixels have more than 8 bits: save it with 8')
     if photo.has_transparency_data:
         photo = photo.convert('RGBA')
         photo = Image.alpha_composite(Image.new('RGBA', photo.size, 'white'), photo)
@@ -681,10 +676,10 @@ def to_tensor(photo, image_size, share=1.0):
 
 class Objects:
     """Photos and what they show, as prepare_data.py lists them in COCO's form."""
-    def __init__(self, file, image_size, bits):
+    def __init__(self, file, image_size):
         content = json.loads(file.read_text('utf-8'))
         self.images = content['images']
-        self.image_size, self.bits = image_size, bits
+        self.image_size = image_size
         self.annotations = defaultdict(list)  # {image id: its objects}
         for one in content['annotations']:
             self.annotations[one['image_id']].append(one)
@@ -718,7 +713,7 @@ class Objects:
         flip = rng.random() < 0.5 if rng else False
         share = rng.integers(15, 26) / 25 if rng else 1.0  # 480, 512, ..., 800 of 800
         image = self.images[row]
-        photo = open_photo(image['file_name'], (image['width'], image['height']), self.bits)
+        photo = open_photo(image['file_name'], (image['width'], image['height']))
         photo = to_tensor(photo, self.image_size, share)
         return photo.flip(2) if flip else photo, self.target(row, flip)
 
@@ -750,8 +745,8 @@ def load_data(c):
         meta = dict(classes=[*SHAPES], checksum=zlib.crc32(repr([*SHAPES]).encode()))
         return SimpleNamespace(train=train, val=val, meta=meta)
     folder, meta = read_meta(c.data, 'objects')
-    train = Objects(folder / 'train.json', c.image_size, meta['bits'])
-    val = Objects(folder / 'val.json', c.image_size, meta['bits'])
+    train = Objects(folder / 'train.json', c.image_size)
+    val = Objects(folder / 'val.json', c.image_size)
     val.images = val.images[:c.eval_rows or None]
     if not any(len(val.target(row)['labels']) for row in range(len(val))):
         fail(f'--data {c.data}: the first {len(val)} validation photos show no object')
@@ -1227,7 +1222,7 @@ def detect(c):
     folder.mkdir(parents=True, exist_ok=True)
     for path in map(str, photos):
         try:
-            photo = open_photo(path, None, meta.get('bits', 8))
+            photo = open_photo(path)
         except Exception as error:  # Pillow raises many kinds
             print(f'note    {path} cannot be read: {error}')
             continue

@@ -560,29 +560,24 @@ def spread(total, n):
 # ------------------------------------ images ------------------------------------
 POOL = ThreadPoolExecutor()  # it decodes photos
 
-def open_photo(path, size=None, bits=8):
+def open_photo(path, size=None):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
     but not if its stored (width, height) is `size`, for which objects' boxes were drawn.
-    Transparent pixels are white. Greys of more than 8 bits are scaled by `bits`, the most bits in
-    the data set."""
+    Transparent pixels are white."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
-    if photo.mode == 'F':
-        raise ValueError('its pixels are real numbers of unknown range')
-    if photo.mode[0] == 'I':  # whole numbers of 16 or 32 bits
-        greys = np.asarray(photo).clip(0)
-        bits = max(bits, int(greys.max()).bit_length())  # more only in a photo from elsewhere
-        photo = Image.fromarray((greys >> (bits - 8)).astype(np.uint8))
+    if photo.mode[0] in 'FI':  # greys, whose white is not known
+        raise ValueError('its pixels have more than 8 bits: save it with 8')
     if photo.has_transparency_data:
         photo = photo.convert('RGBA')
         photo = Image.alpha_composite(Image.new('RGBA', photo.size, 'white'), photo)
     return photo.convert('RGB')
 
-def read_photo(path, size, bits, crop=None):
+def read_photo(path, size, crop=None):
     """A photo -> (3, size, size) uint8: its centre, as in ImageNet's evaluation, or a part that
     `crop`, four random numbers, chooses: 8 to 100 % of its area, with an aspect of 3:4 to 4:3."""
-    photo = open_photo(path, None, bits)
+    photo = open_photo(path)
     width, height = photo.size
     if crop is None:
         w = h = min(width, height) * (0.875 if size > 64 else 1.0)  # 224 of 256; all, if small
@@ -600,8 +595,7 @@ def normalise(images, size, meta, device='cpu'):
     """Images as load_data gives them -> (B, 3, size, size) float32 of mean 0 and standard deviation
     1. Of photos it reads the centres."""
     if images.ndim == 1:
-        bits = meta.get('bits', 8)
-        images = np.stack(list(POOL.map(lambda path: read_photo(path, size, bits), images)))
+        images = np.stack(list(POOL.map(lambda path: read_photo(path, size), images)))
     mean = 255 * torch.tensor(meta['mean'], device=device).view(3, 1, 1)  # of bytes
     std = 255 * torch.tensor(meta['std'], device=device).view(3, 1, 1)
     x = (torch.from_numpy(images).to(device).float() - mean) / std
@@ -649,7 +643,7 @@ def randaugment(image, which, sign, at_y, at_x, policy):
     }
     return list(operations.values())[int(which * len(operations))]()
 
-def augment(x, chance, c, size, bits):
+def augment(x, chance, c, size):
     """The path of a photo -> a random part of it (3, size, size); an image (3, H, W) -> the same,
     shifted by up to 4 pixels each way. c.randaugment changes it, c.flip mirrors half of all.
     `chance` are random numbers from 0 to 1: four for the place (two for an image), one to mirror,
@@ -658,7 +652,7 @@ def augment(x, chance, c, size, bits):
     n = 4 if photo else 2
     place, mirror = chance[:n], chance[n]
     if photo:
-        x = read_photo(x, size, bits, place)
+        x = read_photo(x, size, place)
     if c.randaugment != 'none':
         from PIL import Image
         image = Image.fromarray(x.transpose(1, 2, 0))
@@ -696,7 +690,7 @@ def get_batch(data, c, step, micro_step, device):
     """A micro-batch of a step, the same for every variant and in a resumed run: images
     (B, 3, size, size), labels (B,), and lam, the share that each image keeps of itself."""
     images, labels = data.train
-    n, photos, bits = len(labels), images.ndim == 1, data.meta.get('bits', 8)
+    n, photos = len(labels), images.ndim == 1
     per_step = c.grad_accum_steps * c.batch_size  # 2 x 32 are the same images as 1 x 64
     first = step * per_step + micro_step * c.batch_size  # the first image, counted over all epochs
     index = [shuffled(c.seed, i // n, n)[i % n] for i in range(first, first + c.batch_size)]
@@ -708,7 +702,7 @@ def get_batch(data, c, step, micro_step, device):
     chance = stream('chance', c.seed, step).random((c.grad_accum_steps, c.batch_size, count))
 
     def example(i, numbers):
-        return augment(images[i], numbers, c, size, bits)
+        return augment(images[i], numbers, c, size)
     apply = POOL.map if photos else map  # only decoding photos gains from threads
     x = apply(example, index, chance[micro_step])
     x = normalise(np.stack(list(x)), size, data.meta, device)
@@ -943,7 +937,7 @@ def predict(c):
     size, answers = model.config.image_size, {}
     for path in map(str, photos):
         try:
-            image = read_photo(path, size, meta.get('bits', 8))
+            image = read_photo(path, size)
         except Exception as error:  # Pillow raises many kinds
             print(f'note    {path} cannot be read: {error}')
             continue

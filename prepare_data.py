@@ -124,7 +124,7 @@ def main(argv=None):
         print(end='', flush=True)
         return {}
     except KeyboardInterrupt:
-        print('interrupted; run the same command again to continue', file=sys.stderr)
+        print('interrupted; run it again: downloads go on where they stopped', file=sys.stderr)
         raise SystemExit(130)
     except BrokenPipeError:  # of `| head`, which has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -145,7 +145,7 @@ def parse(argv):
     add('--name', help="of the result, if not its source's")
     add('--tokenizer', choices=VOCAB_SIZE,
         help='of texts; default: bytes, and gpt2 of wikitext and openwebtext')
-    add('--encoding', help='of a text that is not in UTF-8, such as latin-1')
+    add('--encoding', help='of a text that is not in UTF-8, such as cp1252')
     add('--skip-faults', action='store_true', help='leave out photos that have faults')
     add('--heads', type=int, help='of weights that do not say how many their attention has')
     add('--parts', type=int, default=1, help='of coco, openwebtext')
@@ -156,7 +156,7 @@ def parse(argv):
     if what not in (None, *DATASETS, *OWN):
         kind, known = 'photos' if os.path.isdir(what) else 'text', [*DATASETS, *OWN]
         like = difflib.get_close_matches(what, known)
-        fail(f'say first what {what} is, as in `{kind} {what}`: {", ".join(OWN)}'
+        fail(f'say what {what} is, as in `prepare_data.py {kind} {what}`: {", ".join(OWN)}'
              if os.path.exists(what) else f'{what} is none of {", ".join(known)}'
              + f': did you mean {" or ".join(like)}?' * bool(like))
     if what and ((what in OWN) != (path is not None) or (path and args.local)):
@@ -178,11 +178,10 @@ def prepare(args):
     final = choose_final(args, make)
     source, old = describe_source(args), read_final(final)
     had = old.get('source', source)
-    another = (f'{final} is another, made by `{had["command"]} {had["place"]}`: give a --name, or '
-               'delete it if you can do without it')
+    another = (f'{final} holds others, made by `{had["command"]} {had["place"]}`: choose another '
+               '--name, or delete it if you can do without it')
     if had['command'] != source['command']:
         fail(another)
-    remove_leftovers(final)
     out = final.with_name(f'{final.name}.part-{os.getpid()}')
     (out / 'new').mkdir(parents=True, exist_ok=True)
     try:
@@ -193,7 +192,7 @@ def prepare(args):
             same = meta['checksum'] == old['checksum']
             if not same and had != source:  # the source has not only moved
                 fail(another)
-            note(f'{final} is made anew: its contents are ' + ('the same' if same else 'others'))
+            note(f'{final} is made again: its contents are ' + ('the same' if same else 'new'))
         put_in_place(made, final, out / 'old')
     finally:
         shutil.rmtree(out, ignore_errors=True)
@@ -235,15 +234,6 @@ def read_final(final):
         fail(f'{final} was not made by this version: delete it if you can do without it, or give '
              'another --name')
     return meta
-
-def remove_leftovers(final):
-    """Delete what killed runs left behind, if it is older than an hour."""
-    for part in final.parent.glob('*.part-*'):
-        with contextlib.suppress(OSError):
-            newest = max(os.stat(path).st_mtime for path in (part, *part.rglob('*')))
-            if part.stem == final.name and newest < time.time() - 3600:
-                shutil.rmtree(part)
-                note(f'{part}, which a killed run had left, is removed')
 
 def complete(meta, folder, source):
     """Complete what is in the folder, and what it says of itself -> the finished folder or file."""
@@ -300,6 +290,8 @@ def next_command(final, meta, script):
         window = f' --block-size {shortest - 1}' if shortest <= 64 else ''  # by default 64
         return f'{script} --data {shlex.quote(final.name)}{queries}{window}'
     command = f'{script or meta["script"]} --init {shlex.quote(final.as_posix())}'
+    if not script and meta['config'].get('vocab_size', 0) > VOCAB_SIZE['bytes']:
+        command += ' --data wikitext-2'  # GPT-2's tokens
     # a preset has all flags, and mask_distill.py takes its sizes from the file
     if not script and meta['script'] != 'mask_distill.py':
         for key, x in meta['config'].items():
@@ -496,7 +488,9 @@ def text_file(paths, out, args):
             texts = itertools.chain(pieces('train', blocks(file, cut)), pieces('val', blocks(file)))
             return write_bins(encode(texts, tokenizer), out, tokenizer)
     except (UnicodeError, LookupError) as error:
-        hint = advice([path]) or '. If it has another coding, say --encoding latin-1, or utf-16-le'
+        hint = '. If it is a text, name its encoding, as in --encoding cp1252, gb18030, utf-16-le'
+        if path.suffix not in ('.csv', '.tsv', '.json', '.xml'):  # which are texts, too
+            hint = advice([path]) or hint
         fail(f'{path} is not a text in {args.encoding or "UTF-8"}: {error}{hint}')
 
 def tokens(paths, out, args):
@@ -510,6 +504,8 @@ def tokens(paths, out, args):
     if stated not in ('', *VOCAB_SIZE):
         fail(f'{meta} names the tokenizer {stated}: it must be gpt2 or bytes, or say --tokenizer')
     tokenizer = stated or 'gpt2'
+    if not stated:
+        note(f"{folder} does not name its tokenizer: GPT-2's is taken")
     for path in (folder / 'train.bin', folder / 'val.bin'):
         size = path.stat().st_size if path.is_file() else 0
         if size < 4 or size % 2:
@@ -735,7 +731,7 @@ def note_copies(what, splits):
     known, held = {*splits[0]}, [x for part in splits[1:] for x in part]
     n = sum(x in known for x in held)
     if n:
-        note(f'of {len(held):,} {what} to judge by {n:,} are copies of some to train on')
+        note(f'{n:,} of {len(held):,} {what} to judge by are also trained on')
 
 def write_images(kind, folder, splits, classes, checksum, out, colours='imagenet'):
     """Check and write [train, test] or [train, test, val], each rows of an image, or its path, and
@@ -743,7 +739,7 @@ def write_images(kind, folder, splits, classes, checksum, out, colours='imagenet
     check_classes(folder, classes)
     train, *held = [{name for _, name in rows} for rows in splits]
     for name in sorted(set().union(*held) - train):
-        fault('classes', f'{folder}: class {name} has images to judge by, but none to train on')
+        fault('classes', f'{folder}: class {name} has no images to train on, only to judge by')
     stop_at_faults(folder)
     absent = [name for name in classes if name not in train]
     if absent:
@@ -797,11 +793,12 @@ def photos(paths, out, args):
         stop_at_faults(folder)
         fail(f'{folder}: no photos in class folders, CLASS/* or train/CLASS/*' + advice(others))
     for path in others:
-        if path.stem.lower() in SPLITS and [*groups] == ['']:
+        if {*re.findall('[a-z]+', path.stem.lower())} & SPLITS.keys() and [*groups] == ['']:
             fault('lists', f'{path} may list a split: make folders train/CLASS/* and val/CLASS/* '
                   'of it, or take it out of the folder')
-    splits = choose_splits(folder, groups, three=True)
-    splits, bits = read_photos(splits, args.skip_faults)
+    counts = Counter(photo.label for part in groups.values() for photo in part)
+    splits = choose_splits(folder, groups, True, fits=lambda photo: counts[photo.label] > 1)
+    splits = read_photos(splits, args.skip_faults)
     classes = sorted({photo.label for photo in splits[0]})
     if len(classes) < 2 or all(map(split_of, classes)):
         fault('classes', f'{folder}: {", ".join(classes)}: it needs two class folders or more, '
@@ -810,7 +807,7 @@ def photos(paths, out, args):
     checksum = zlib.crc32(facts.encode(errors='surrogateescape'))
     rows = [[(final_place(photo.path, out, args), photo.label) for photo in part]
             for part in splits]
-    return dict(write_images('photos', folder, rows, classes, checksum, out), bits=bits)
+    return write_images('photos', folder, rows, classes, checksum, out)
 
 def photo_parts(files):
     """Photos among files -> (parts of the name, path). Folders around all of them are left out, and
@@ -865,7 +862,6 @@ class Photo:
     # what `examine` finds
     wrong: str = ''       # why it cannot be used
     crc: int = None       # of its file
-    bits: int = 8
     clear: bool = False   # whether one sees through it
     turned: str = ''      # what becomes of its EXIF
 
@@ -876,7 +872,7 @@ def is_photo(path):
 
 def read_photos(splits, skip):
     """Decode all photos of [to train on, ...] -> the splits, of which `skip` leaves out photos that
-    have faults, and the most bits of their greys."""
+    have faults."""
     photos = [photo for part in splits for photo in part]
     warnings.filterwarnings('ignore', module='PIL')
     with ThreadPoolExecutor() as pool:
@@ -889,54 +885,45 @@ def read_photos(splits, skip):
     if skip:
         splits = skip_faults(splits)
     photos = [photo for part in splits for photo in part]
-    bits = max((photo.bits for photo in photos), default=8)
     counts = Counter(photo.turned for photo in photos if photo.turned)
-    counts[f'have more than 8 bits: {bits} bits become 8'] = sum(photo.bits > 8 for photo in photos)
-    counts['are transparent in places: on white'] = sum(photo.clear for photo in photos)
+    counts['are transparent in places, and are put on white'] = sum(photo.clear for photo in photos)
     for what in +counts:
         note(f'of {len(photos):,} photos {counts[what]:,} {what}')
     note_copies('photos', [[(photo.crc, photo.size) for photo in part if not photo.wrong]
                            for part in splits])
-    return splits, bits
+    return splits
 
 def examine(photo):
-    """Decode a photo as the scripts will, and note its size, its bits and what is wrong with it."""
+    """Decode a photo as the scripts will, and note its size and what is wrong with it."""
     from PIL import Image, ImageOps
     try:
         photo.crc = zlib.crc32(photo.path.read_bytes())
         shown = open_photo(photo.path, photo.size)
         with Image.open(photo.path) as stored:
-            if stored.mode[0] == 'I':
-                photo.bits = max(8, int(np.asarray(stored).max()).bit_length())
             if stored.has_transparency_data:
                 photo.clear = stored.convert('RGBA').getextrema()[3][0] < 255
             if stored.getexif().get(0x0112, 1) in range(2, 9):  # the camera was held otherwise
                 if photo.size != stored.size:
                     photo.turned = 'are turned upright, as their EXIF says'
                 elif ImageOps.exif_transpose(stored).size == stored.size:
-                    photo.turned = 'have boxes that may ignore their EXIF, or not: taken as stored'
+                    photo.turned = 'have EXIF that turns them: it is ignored, check their boxes'
         if shown.size != (photo.size or shown.size):
             photo.wrong = f'it has {shown.size} pixels, but {photo.size} in its annotations'
         photo.size = shown.size
     except FileNotFoundError:
-        photo.wrong = 'is listed, but not there'
+        photo.wrong = 'there is no such file'
     except Exception as error:  # Pillow raises half a dozen kinds
         photo.wrong = f'cannot be read as a photo: {error}'
 
-def open_photo(path, size=None, bits=8):
+def open_photo(path, size=None):
     """A photo as a viewer shows it -> Pillow's RGB image. It is turned upright as its EXIF says,
     but not if its stored (width, height) is `size`, for which objects' boxes were drawn.
-    Transparent pixels are white. Greys of more than 8 bits are scaled by `bits`, the most bits in
-    the data set."""
+    Transparent pixels are white."""
     from PIL import Image, ImageOps
     with Image.open(path) as photo:
         photo = photo.copy() if photo.size == size else ImageOps.exif_transpose(photo)
-    if photo.mode == 'F':
-        raise ValueError('its pixels are real numbers of unknown range')
-    if photo.mode[0] == 'I':  # whole numbers of 16 or 32 bits
-        greys = np.asarray(photo).clip(0)
-        bits = max(bits, int(greys.max()).bit_length())  # more only in a photo from elsewhere
-        photo = Image.fromarray((greys >> (bits - 8)).astype(np.uint8))
+    if photo.mode[0] in 'FI':  # greys, whose white is not known
+        raise ValueError('its pixels have more than 8 bits: save it with 8')
     if photo.has_transparency_data:
         photo = photo.convert('RGBA')
         photo = Image.alpha_composite(Image.new('RGBA', photo.size, 'white'), photo)
@@ -983,12 +970,12 @@ def objects(paths, out, args):
              '_annotations.coco.json beside the photos)' + name_converter(files))
     unused = sum(is_photo(path) and folder / path not in used for path in files)
     if unused:
-        note(f'{folder}: {unused:,} photos without annotations are left out')
+        note(f'{folder}: {unused:,} photos that no file lists are left out')
     splits = choose_splits(folder, groups, fits=lambda photo: any(
         not number(one.get('iscrowd')) for _, one in photo.boxes))
     for name, part in zip(('train', 'val'), splits):
         check_boxes(f'{folder}, {name}', part, categories)
-    splits, bits = read_photos(splits, args.skip_faults)
+    splits = read_photos(splits, args.skip_faults)
     stop_at_faults(folder)
     train, val = [{box['category_id'] for photo in part for box in photo.boxes
                    if not box['iscrowd']} for part in splits]
@@ -1003,7 +990,7 @@ def objects(paths, out, args):
     empty = sum(not photo.boxes for part in splits for photo in part)
     if empty:
         note(f'{folder}: {empty:,} of {sum(map(len, splits)):,} photos have no objects')
-    return write_objects(splits, categories, bits, out, args)
+    return write_objects(splits, categories, out, args)
 
 def name_converter(files):
     """What to do with a folder in the form of Pascal VOC or YOLO; '' for others."""
@@ -1018,7 +1005,7 @@ def name_converter(files):
                     'python prepare_data.py objects new')
     return ''
 
-def write_objects(splits, categories, bits, out, args):
+def write_objects(splits, categories, out, args):
     """Write [photos to train on, to validate on] and their boxes -> what meta.json says of them."""
     photos, annotations = splits[0] + splits[1], []
     names = [dict(id=id, name=name) for id, name in categories.items()]
@@ -1033,18 +1020,18 @@ def write_objects(splits, categories, bits, out, args):
     facts = [annotations, [(photo.id, photo.name, photo.size, photo.crc) for photo in photos]]
     classes = [categories.get(id, '') for id in range(max(categories) + 1)]
     return dict(kind='objects', classes=classes, train=len(splits[0]), val=len(splits[1]),
-                bits=bits, most_objects=max(photo.objects for photo in photos),
+                most_objects=max(photo.objects for photo in photos),
                 checksum=zlib.crc32(json.dumps(facts).encode()))
 
 def read_coco(folder, files):
     """Files in COCO's form -> {train, val, test or '': photos with boxes}, {id: name} of what they
-    show. Photos are in SPLIT/, images/SPLIT/, images/, or beside the file."""
+    show. Photos are in SPLIT/, images/SPLIT/, images/, or the folder itself."""
     groups, categories = defaultdict(list), {}
     for found in filter(None, (re.fullmatch(COCO_FILES, path.as_posix()) for path in files)):
         path, split, photos = folder / found[0], found[1] or found[2] or '', {}
         roots = folder / split, folder / 'images' / split, folder / 'images', folder
         if not any(root.is_dir() for root in roots[:3]):
-            note(f'{path} is left out: there is no folder {roots[0]}')
+            note(f'{path} is left out: there is no folder {split}/, images/{split}/ or images/')
             continue
         try:
             content = json.loads(path.read_bytes())
@@ -1133,10 +1120,10 @@ def check_boxes(where, photos, categories):
                 fault('boxes', f'{entry}: bbox {box} is not four numbers', photo)
                 continue
             x, y, w, h = values
-            if min(w, h) < 0:
-                counts['are drawn from right to left or upwards: they are turned'] += 1
-                x, y, w, h = min(x, x + w), min(y, y + h), abs(w), abs(h)
             boxes.append((x, y, w, h))
+            if min(w, h) < 0:
+                fault('boxes', f'{entry}: bbox {box} has a negative width or height', photo)
+                continue
             if not (x <= W and y <= H and x + w >= 0 and y + h >= 0):
                 fault('boxes', f'{entry}: bbox {box} is outside its photo of {W} x {H} pixels',
                       photo)
@@ -1249,6 +1236,10 @@ def weights(paths, out, args):
         config = settings(form, w, stated)
     except (KeyError, IndexError) as error:
         fail(f'{path} lacks what a {form} has: {error!r}')
+    size = config.get('vocab_size', VOCAB_SIZE['gpt2'])
+    if size != VOCAB_SIZE['bytes'] and size < VOCAB_SIZE['gpt2']:
+        fail(f"{path} has a vocabulary of {size}: the scripts' data have GPT-2's 50257 tokens, or "
+             '256 bytes')
     if form == 'ResNet-50':
         w = {'backbone.0.body.' + key: p for key, p in w.items()}
     checksum = 0
@@ -1385,9 +1376,9 @@ def examples(folder, meta, split, count):
         row = rows[i]
         if meta['kind'] == 'objects':
             file, size = row['file_name'], (row['width'], row['height'])
-            yield Path(file).name, open_photo(file, size, meta['bits']), boxes[row['id']]
+            yield Path(file).name, open_photo(file, size), boxes[row['id']]
         elif meta['kind'] == 'photos':
-            yield meta['classes'][labels[row]], open_photo(images[row], bits=meta['bits']), []
+            yield meta['classes'][labels[row]], open_photo(images[row]), []
         else:
             image = Image.fromarray(np.ascontiguousarray(images[row].transpose(1, 2, 0)))
             yield meta['classes'][labels[row]], image, []
