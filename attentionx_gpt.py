@@ -177,7 +177,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax with 1
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4.2]
 
@@ -260,7 +260,8 @@ PRESETS = {
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
     # BF: 5B tokens of OpenWebText (prepare_data.py openwebtext --parts 12), with the code of
-    # modded-nanogpt's branch `casted`. [choice] 524,288 tokens a step, as its eight GPUs have.
+    # modded-nanogpt's branch `casted`. [choice] 524,288 tokens a step, as its eight GPUs have, and
+    # the validation windows of one.
     # [deviation] no weights are rounded to float8, windows may repeat, warmup is a step longer
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
@@ -560,7 +561,7 @@ def train(c, folder=None, data=None):
             if math.isnan(row['val_loss']):
                 raise FloatingPointError(f'the validation loss of step {step} is nan: try a lower '
                                          '--learning-rate, or check any formula you edited')
-            log.append(row)
+            log.append({name: float(x) for name, x in row.items()} | dict(step=step))
             losses = []
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
                            code=CODE)
@@ -702,8 +703,8 @@ def resume_run(c, meta, model, optimizer, scaler):
     if saved.get('code') != CODE:
         fail(f'{SCRIPT}.py has changed since {c.folder} began: undo that, or start anew '
              'without --resume')
-    then = dict(saved['settings'], checksum=saved['data']['checksum'])
-    now = dict(asdict(c), checksum=meta['checksum'])  # of the data
+    then = dict(saved['settings'], data_checksum=saved['data']['checksum'])
+    now = dict(asdict(c), data_checksum=meta['checksum'])
     for name in sorted(now.keys() - MACHINE):
         if then[name] != now[name]:
             fail(f'{c.folder} began with {name} {then[name]}, and now it is {now[name]}: '
@@ -719,7 +720,8 @@ def write_log(folder, log):
     """Write all rows of metrics to the table folder/log.csv."""
     if folder:
         with open(folder / 'log.csv', 'w', newline='') as file:
-            writer = csv.DictWriter(file, log[-1].keys())  # the last row has the most metrics
+            names = dict.fromkeys(name for row in reversed(log) for name in row)
+            writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(log)
 
@@ -739,7 +741,7 @@ def draw_curves(path, log, panels):
         first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
         rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
-        low, high = axis.get_ylim()  # a tenth of the height or more: noise should look small
+        low, high = axis.get_ylim()  # a tenth of the value or more: noise should look small
         more = max(0, 0.1 * abs(high) - (high - low)) / 2
         axis.set_ylim(low - more, high + more)
         axis.set_xlim(left=0)
@@ -804,7 +806,7 @@ def parse(argv):
     given = vars(p.parse_args(words))
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
-        if type(x) is int and x < 0 <= (getattr(Config, name) or 0):
+        if type(x) is int and x < 0 <= (getattr(Config, name) or 0):  # its default is not negative
             fail(f'{flag} {x} is less than 0')
         if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
@@ -819,6 +821,8 @@ def main(argv=()):
     try:
         if RANK:
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
+        if zlib.crc32(Path(__file__).read_bytes()) != CODE:
+            print(f'note    {SCRIPT}.py was edited after it was imported: restart the notebook')
         action, c = parse(argv)
         if c.threads:
             torch.set_num_threads(c.threads)

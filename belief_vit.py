@@ -33,7 +33,7 @@ it is 1 [AX1 Sec. 4.1]. On CIFAR the papers train with --optimizer set-adam [BF 
 
     python belief_vit.py                          # train: a minute on two cores, no network
     python belief_vit.py --attention softmax      # the baseline, also with a zero diagonal
-    python belief_vit.py predict --images *.jpg   # the newest run classifies photos
+    python belief_vit.py predict --images FOLDER  # the newest run classifies its photos
     python belief_vit.py --preset t4 --resume     # on a T4; needs prepare_data.py cifar10
     python belief_vit.py --help                   # every setting
 
@@ -185,7 +185,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 it would be softmax
+    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax with 1
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -611,7 +611,7 @@ def randaugment(image, which, sign, at_y, at_x, policy):
     width, height = image.size
     strength = 14 / 30
     signed = strength if sign < 0.5 else -strength
-    # pixels at strength 1: the original's, for images of 224 pixels, or timm's share of the image
+    # the largest shift: the original's 100 pixels, for images of 224, or timm's 45 %
     far_x, far_y = (100, 100) if policy == 'paper' else (0.45 * width, 0.45 * height)
 
     def affine(*matrix):  # output (x, y) is taken from input (ax + by + c, dx + ey + f)
@@ -698,7 +698,7 @@ def get_batch(data, c, step, micro_step, device):
     if c.first_size:  # two patches more every five epochs
         now = step * per_step // n  # the epoch
         size = min(size, c.first_size + 2 * c.patch_size * (now // 5))
-    count = 13 if photos and c.randaugment != 'none' else 11  # of random numbers for an image
+    count = 13 if photos and c.randaugment != 'none' else 11  # random numbers for an image
     chance = stream('chance', c.seed, step).random((c.grad_accum_steps, c.batch_size, count))
 
     def example(i, numbers):
@@ -864,7 +864,7 @@ def train(c, folder=None, data=None):
             if math.isnan(row['val_loss']):
                 raise FloatingPointError(f'the validation loss of step {step} is nan: try a lower '
                                          '--learning-rate, or check any formula you edited')
-            log.append(row)
+            log.append({name: float(x) for name, x in row.items()} | dict(step=step))
             losses = []
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
                            code=CODE)
@@ -916,8 +916,10 @@ def linear_accuracy(data):
     """Test accuracy of a linear model on 32 x 32 pixels, fitted to up to 10,000 training images."""
     def pixels_and_labels(images, labels):
         rows = spread(len(labels), 10000)
-        x = normalise(images[rows], 32, data.meta).flatten(1)
-        return F.pad(x, (0, 1), value=1.0), torch.from_numpy(labels[rows])  # a 1 for the bias
+        x = [normalise(images[some], 32, data.meta).flatten(1)  # all at once may need much memory
+             for some in np.split(rows, range(500, len(rows), 500))]
+        x = F.pad(torch.cat(x), (0, 1), value=1.0)  # a 1 for the bias
+        return x, torch.from_numpy(labels[rows])
     x, y = pixels_and_labels(*data.train)  # (N, D), (N,), D = 3 32^2 + 1
     test_x, test_y = pixels_and_labels(*data.test)
     # ridge regression: W makes ||x W - one_hot(y)||^2 + N ||W||^2 smallest
@@ -1021,8 +1023,8 @@ def resume_run(c, meta, model, optimizer, scaler):
     if saved.get('code') != CODE:
         fail(f'{SCRIPT}.py has changed since {c.folder} began: undo that, or start anew '
              'without --resume')
-    then = dict(saved['settings'], checksum=saved['data']['checksum'])
-    now = dict(asdict(c), checksum=meta['checksum'])  # of the data
+    then = dict(saved['settings'], data_checksum=saved['data']['checksum'])
+    now = dict(asdict(c), data_checksum=meta['checksum'])
     for name in sorted(now.keys() - MACHINE):
         if then[name] != now[name]:
             fail(f'{c.folder} began with {name} {then[name]}, and now it is {now[name]}: '
@@ -1038,7 +1040,8 @@ def write_log(folder, log):
     """Write all rows of metrics to the table folder/log.csv."""
     if folder:
         with open(folder / 'log.csv', 'w', newline='') as file:
-            writer = csv.DictWriter(file, log[-1].keys())  # the last row has the most metrics
+            names = dict.fromkeys(name for row in reversed(log) for name in row)
+            writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(log)
 
@@ -1058,7 +1061,7 @@ def draw_curves(path, log, panels):
         first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
         rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
-        low, high = axis.get_ylim()  # a tenth of the height or more: noise should look small
+        low, high = axis.get_ylim()  # a tenth of the value or more: noise should look small
         more = max(0, 0.1 * abs(high) - (high - low)) / 2
         axis.set_ylim(low - more, high + more)
         axis.set_xlim(left=0)
@@ -1123,7 +1126,7 @@ def parse(argv):
     given = vars(p.parse_args(words))
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
-        if type(x) is int and x < 0 <= (getattr(Config, name) or 0):
+        if type(x) is int and x < 0 <= (getattr(Config, name) or 0):  # its default is not negative
             fail(f'{flag} {x} is less than 0')
         if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
@@ -1138,6 +1141,8 @@ def main(argv=()):
     try:
         if RANK:
             sys.stdout = open(os.devnull, 'w')  # only the first process prints
+        if zlib.crc32(Path(__file__).read_bytes()) != CODE:
+            print(f'note    {SCRIPT}.py was edited after it was imported: restart the notebook')
         action, c = parse(argv)
         if c.threads:
             torch.set_num_threads(c.threads)

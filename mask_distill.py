@@ -765,7 +765,7 @@ def train(c, folder=None, data=None, teacher=None):
                 raise FloatingPointError(f'the validation loss of step {step} is nan: try a lower '
                                          '--learning-rate (of a teacher: --teacher-lr), or check '
                                          'any formula you edited')
-            log.append(row)
+            log.append({name: float(x) for name, x in row.items()} | dict(step=step))
             losses = []
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
                            code=CODE)
@@ -953,8 +953,8 @@ def resume_run(c, meta, model, optimizer, scaler):
     if saved.get('code') != CODE:
         fail(f'{SCRIPT}.py has changed since {c.folder} began: undo that, or start anew '
              'without --resume')
-    then = dict(saved['settings'], checksum=saved['data']['checksum'])
-    now = dict(asdict(c), checksum=meta['checksum'])  # of the data
+    then = dict(saved['settings'], data_checksum=saved['data']['checksum'])
+    now = dict(asdict(c), data_checksum=meta['checksum'])
     for name in sorted(now.keys() - MACHINE):
         if then[name] != now[name]:
             fail(f'{c.folder} began with {name} {then[name]}, and now it is {now[name]}: '
@@ -970,7 +970,8 @@ def write_log(folder, log):
     """Write all rows of metrics to the table folder/log.csv."""
     if folder:
         with open(folder / 'log.csv', 'w', newline='') as file:
-            writer = csv.DictWriter(file, log[-1].keys())  # the last row has the most metrics
+            names = dict.fromkeys(name for row in reversed(log) for name in row)
+            writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(log)
 
@@ -990,7 +991,7 @@ def draw_curves(path, log, panels):
         first = 1 if len(log) > 2 else 0  # step 0, untrained, would hide what follows
         rows = [row for row in log[first:] if metric in row]
         axis.plot([row['step'] for row in rows], [row[metric] for row in rows], '.-')
-        low, high = axis.get_ylim()  # a tenth of the height or more: noise should look small
+        low, high = axis.get_ylim()  # a tenth of the value or more: noise should look small
         more = max(0, 0.1 * abs(high) - (high - low)) / 2
         axis.set_ylim(low - more, high + more)
         axis.set_xlim(left=0)
@@ -1054,7 +1055,7 @@ def parse(argv):
     given = vars(p.parse_args(words))
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
-        if type(x) is int and x < 0 <= (getattr(Config, name) or 0):
+        if type(x) is int and x < 0 <= (getattr(Config, name) or 0):  # its default is not negative
             fail(f'{flag} {x} is less than 0')
         if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
@@ -1067,6 +1068,8 @@ def main(argv=()):
     torch.set_default_dtype(torch.float32)  # in a notebook, others may have changed these two
     torch.set_default_device(None)
     try:
+        if zlib.crc32(Path(__file__).read_bytes()) != CODE:
+            print(f'note    {SCRIPT}.py was edited after it was imported: restart the notebook')
         action, c = parse(argv)
         if action == 'train' and not c.masks:
             fail("--masks '': a student needs one, such as all (`teacher` trains a GPT-2 alone)")
