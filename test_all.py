@@ -2962,15 +2962,16 @@ def test_compare_chooses_and_judges(tmp_path):
     tune = '--tune', 'learning_rate'
     tuned = *flags('a.csv', rates, '0,1'), *tune, '--test-seeds', '5,6,7'
     with patched:
+        done(compare, *flags('a.csv', rates, '0,1'))  # these judge, until they choose
         end = run(compare, *tuned)
         rows, out, chosen = end.result, end.out, ['4e-3 softmax', '1e-3 belief', '2e-3 attentionx']
         assert [row['case'] for row in rows] == chosen, rows
         for row, mean, sd in zip(rows[1:], (1.1, 2), (0.1, 1)):
             half = 6.205 * sd / 3 ** 0.5  # t at 1 - .05 / 2
             close([row['diff'], row['interval']], [mean, half], 2e-3)
-        assert 'or one seed): 2e-3 attentionx\n' in out, out  # and not belief
+        assert 'or there is none): 2e-3 attentionx\n' in out, out  # and not belief
         assert out.count('diverged, and counts as worst: loss nan') == 2, out
-        assert '0.008: inf x 2' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
+        assert '0.008: inf (2)' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
         assert done(compare, *tuned) == rows and len(runs) == 33 and failed == [0, 1], failed
         assert {c.threads for c in runs} == {1}
         assert done(compare, *tuned, '--against', chosen[1])[0]['case'] == chosen[1]
@@ -2979,12 +2980,24 @@ def test_compare_chooses_and_judges(tmp_path):
         close(done(compare, *read('a.csv', *tune, '--metric', 'mean_loss'))[1]['diff'], 1.1 / 4,
               1e-6)
 
+        table = compare.read_rows(tmp_path / 'a.csv')
+        judged = [row for row in table if row['role'] == 'judging']
+        for row in judged:
+            row['data_crc'] -= row['seed'] == 7
+        compare.write_rows(tmp_path / 'e.csv', judged)
+        compare.write_rows(tmp_path / 'f.csv', [
+            row for row in table if row['role'] == 'choosing' or row['attention'] != 'belief'])
+        assert 'the same data' not in out and 'not judged' not in out, out
+        assert 'the same data' in run(compare, *read('e.csv')).out
+        assert 'not judged yet: 1e-3 belief\n' in run(compare, *read('f.csv', *tune)).out
+        refuse(compare, ['two rows'], *read('e.csv', '--from-csv', tmp_path / 'a.csv'))
+
         worst = run(compare, *flags('b.csv', rates, '0,1')).out
         assert 'counts as worst: 8e-3 belief, seed 0; 8e-3 belief, seed 1' in worst, worst
         done(compare, *flags('b.csv', '16e-3', '0'))  # a lucky seed alone
         end = run(compare, *read('b.csv', *tune))
         assert [row['case'] for row in end.result] == chosen, end.result
-        assert '0.016: 2.2000 x 1   by the 1 that all have' in end.out, end.out
+        assert '0.016: 2.2000 (1)   by the 1 that all have' in end.out, end.out
         done(compare, *flags('b.csv', '32e-3', '2'))
         refuse(compare, ['no seed', '16e-3', '32e-3'], *read('b.csv', *tune))
 
@@ -2993,10 +3006,16 @@ def test_compare_chooses_and_judges(tmp_path):
         for case, seeds in ('softmax', '0,1'), ('belief', '0'):
             done(compare, 'attentionx_gpt', '--csv', tmp_path / 'd.csv', '--sweep',
                  f'attention={case}', '--seeds', seeds)
-        assert 'not the seeds of row 1' in run(compare, *read('d.csv')).out
-        assert 'not the seeds' not in one, one
+        assert 'other seeds than row 1' in run(compare, *read('d.csv')).out
+        assert 'other seeds' not in one, one
         done(compare, *flags('c.csv', '4e-3', '1'), '--max-iters', 7)
         refuse(compare, ['softmax differ in max_iters'], *read('c.csv'))
+        for gamma in [], ['--gamma', 5]:
+            done(compare, 'attentionx_gpt', '--csv', tmp_path / 'g.csv', '--sweep',
+                 'attention=softmax', '--seeds', str(len(gamma)), *gamma)
+        refuse(compare, ['softmax differ in gamma'], *read('g.csv'))
+    none, some = {1: 0.0, 2: 0.0, 3: 0.0}, {1: 0.6, 2: 0.7, 3: 0.65}  # AP of two rows of DETR
+    close(compare.difference(none, some, False, 1), [-0.65, 4.3027 * 0.05 / 3 ** 0.5], 1e-4)
 
 def test_compare_mistakes(tmp_path):
     """They end in one line before anything is trained. What Excel has saved is read."""
@@ -3176,9 +3195,9 @@ def test_diagnose(tmp_path):
     """A layer of each script by hand: MH, what replaces it, and both after W^o, without its bias;
     BeliefFormer*'s is Delta W^o + Delta_s W^s. A GPT's tokens all count, of a ViT's the first."""
     diagnose = package('diagnose')
-    for script in gpt, vit:
+    for script, *more in (gpt, '--bias'), (gpt, '--arch', 'rotary'), (vit,):
         c = script.parse(tiny(script, tmp_path, '--attention', 'belief-star', '--batch-size', 64,
-                              *['--bias'] * (script is gpt)))[1]
+                              *more))[1]
         data, seen = script.load_data(c), {}
         model = fill(script.make_model(c, data.meta)).to(DEVICE).eval()
         block = (model.transformer.h if script is gpt else model.blocks)[1]
@@ -3197,8 +3216,9 @@ def test_diagnose(tmp_path):
         out = delta @ proj.weight.T + proj_s(delta_s)
         alpha = (mh * v).sum(-1) / (v * v).sum(-1)
         cos_mh, cos_update = [F.cosine_similarity(y, x, -1) for y in (mh_out, out)]
-        length, longer = [y.norm(dim=-1) for y in (x, x + out)]
-        turn = (1 - cos_update ** 2).sqrt() * out.norm(dim=-1) / length
+        u = getattr(block, 'attn_scale', 1) * out
+        length, longer = [y.norm(dim=-1) for y in (x, x + u)]
+        turn = (1 - cos_update ** 2).sqrt() * u.norm(dim=-1) / length
         for name, want in dict(
                 stretch_update=(longer / length - 1).abs(), turn_update=turn,
                 longer_out=(out.norm(dim=-1) > mh_out.norm(dim=-1)).float(),

@@ -18,10 +18,11 @@ All other flags go to the script: --preset t4, --max-iters 1000. A run uses one 
 --threads says otherwise. Each run is a row of NAME.csv: its settings and figures, the version of
 the script, PyTorch and the processor. The runs themselves are in NAME.runs: the same command takes
 them from there, and goes on with one that was stopped. To train one again, remove its folder. Two
-commands with other seeds may work at the same time. The last line names a picture: every case over
-steps and over seconds. A table's mean_loss is the training loss, a mean of all steps. --diagnose
-also logs lengths and angles of what attention outputs (see diagnose.py). To test the rows of a file
-of your own first: python test_all.py --with mine.py. Needs scipy, and matplotlib for the picture.
+commands with other seeds may work at the same time (masks need --init for that). The last line
+names a picture: every case over steps and over seconds. A table's mean_loss is the training loss, a
+mean of all steps. --diagnose also logs lengths and angles of what attention outputs (see
+diagnose.py). To test the rows of a file of your own first: python test_all.py --with mine.py. Needs
+scipy, and matplotlib for the picture.
 """
 import argparse
 import contextlib
@@ -77,7 +78,7 @@ LABELS = {  # of the training loss and of METRIC
     'belief_vit': ('training loss (nats per image)', 'validation accuracy (0 to 1)'),
     'admm_detr': ('training loss', 'AP (0 to 1)'),
     'mask_distill': ('training loss (nats per token)', 'validation KL (nats per token)')}
-UNPAIRED = {'admm_detr'}  # equal seeds hardly make its runs alike: correlations of -0.06 to 0.37
+UNPAIRED = {'admm_detr'}  # equal seeds hardly make its runs alike: correlations of -0.06 to 0.58
 
 # ------------------------------------ cases ------------------------------------
 def flag_of(field, value):
@@ -165,7 +166,7 @@ def write_rows(path, rows):
 def add_rows(path, new, script):
     """Write these rows to a csv file, too. A row of the same run is replaced."""
     rows = [*(read_rows(path, script) if path.exists() else []), *new]
-    runs = {(row.get('log', id(row)), row['role']): row for row in rows}  # timings have no log
+    runs = {row.get('log', id(row)): row for row in rows}  # timings have no log
     write_rows(path, runs.values())
 
 def beside(path, ending):
@@ -284,14 +285,14 @@ def train_all(script, cases, seeds, role, o):
         fail(f'{o.csv} has rows of another version of {o.script}.py, of --with or of --diagnose: '
              'name another file with --csv')
     add_rows(o.csv, [], script)  # what cannot be written is better known before the first run
-    known = {(row['log'], row['role']): row for row in old if 'log' in row}
+    known = {row['log']: row for row in old if 'log' in row}
     jobs = [(case, seed) for seed in seeds for case in cases]
     print(f'{len(jobs)} runs: rows go to {o.csv}, what runs print to {o.printed.name}', flush=True)
     cases, rows, times = add_teachers(script, cases, o), [], []
     for i, (case, seed) in enumerate(jobs, 1):
         begin, c = time.perf_counter(), run_of(script, cases[case], seed, o)
         row = dict(case=case, role=role, log=Path(c.folder).name) | made_of(script, c, o)
-        before = known.get((row['log'], role), {}) if c.resume else {}
+        before = known.get(row['log'], {}) if c.resume else {}
         row |= {name: before[name] for name in ('dtype', 'torch', 'machine') if name in before}
         found = before  # it would diverge once more
         if 'diverged' not in before:
@@ -305,7 +306,7 @@ def train_all(script, cases, seeds, role, o):
             end = f'diverged, and counts as worst: {row["diverged"]}'
         if not c.resume:  # it was trained now
             times.append(time.perf_counter() - begin)
-            end += f'; about {np.mean(times) * (len(jobs) - i) / 60:.1f} min left'
+            end += f'; about {np.mean(times) * (len(jobs) - i) / 60:.1f} min for the others'
         print(f'run {i} of {len(jobs)}: {case}, seed {seed}: {end}', flush=True)
     return [dict(row, folder=o.runs / o.script) for row in rows]
 
@@ -341,18 +342,18 @@ def choose(script, rows, field):
         common = {value: np.mean([runs[seed][metric] for seed in shared])
                   for value, runs in group.items()}
         best = better(common, key=common.get)
-        text = '   '.join(f'{value}: {means[value]:.4f} x {len(group[value])}' for value in group)
+        text = '   '.join(f'{value}: {means[value]:.4f} ({len(group[value])})' for value in group)
         if best != better(means, key=means.get):
             text += f'   by the {len(shared)} that all have: ' + '   '.join(
                 f'{value}: {x:.4f}' for value, x in common.items())
         lines[names[best] + (' *' if best in (min(group), max(group)) else '')] = text
         chosen.add(names[best])
-    print(f'\n{metric} by {field}: mean x number of runs; *: best at an end of the range')
+    print(f'\n{metric} by {field}: mean (runs); *: the best is the lowest or highest tried')
     for name, text in lines.items():
         print(f'{name:{max(25, *map(len, lines))}} {text}')
     if all(row['role'] == 'judging' for row in rows):
-        print(f'\nnote: the seeds that chose {field} also judge, which favours every case: '
-              'give --test-seeds')
+        print(f'\nnote: the same seeds choose {field} and judge it, so all look too good: '
+              'add --test-seeds')
     return {row['case'] for row in rows} - chosen
 
 def group_by_case(script, rows, against):
@@ -368,7 +369,8 @@ def group_by_case(script, rows, against):
         fail(f'--against {against}: choose from {", ".join(cases)}')
     for case, runs in cases.items():
         for name in names_of(script):
-            values = {row[name] for row in runs.values() if name in row}
+            unset = getattr(script.Config, name) in (None, '')  # a field that a csv leaves empty
+            values = {row.get(name, '') for row in runs.values() if unset or name in row}
             if len(values) > 1 and name != 'seed':
                 fail(f'rows of {case} differ in {name}: name a csv for each with --csv')
     return cases
@@ -379,11 +381,11 @@ def difference(ours, firsts, paired, tests):
     gaps = [x - firsts[seed] for seed, x in ours.items() if seed in firsts]
     if not paired and ours != firsts:
         gaps = [x - mean(firsts) for x in ours.values()]
+    samples = [gaps] if paired else [[*ours.values()], [*firsts.values()]]
     middle = np.mean(gaps) if gaps else math.nan
-    if len(gaps) < 2 or not np.std(gaps) > 1e-9 * abs(middle):
+    if len(gaps) < 2 or ours == firsts or not max(map(np.std, samples)) > 1e-9 * abs(middle):
         return middle, math.nan
-    test = (stats.ttest_1samp(gaps, 0) if paired else
-            stats.ttest_ind([*ours.values()], [*firsts.values()], equal_var=False))
+    test = (stats.ttest_1samp(gaps, 0) if paired else stats.ttest_ind(*samples, equal_var=False))
     low, high = test.confidence_interval(1 - 0.05 / tests)
     return middle, (high - low) / 2
 
@@ -415,12 +417,14 @@ def tabulate(script, cases, metric):
     machines = sorted({f'{row["machine"]}, torch {row["torch"]}' for row in rows
                        if 'machine' in row})
     if len(machines) > 1:
-        print('\nnote: rows come from several machines, which differ about as much as seeds do: '
-              + '; '.join(machines))
+        print('\nnote: another machine can change a figure as much as another seed, and these rows '
+              'are of ' + '; '.join(machines))
+    if len({row['data_crc'] for row in rows if 'data_crc' in row}) > 1:
+        print('\nnote: not all rows are of the same data (builtin differs between Pythons)')
     paired = script.SCRIPT not in UNPAIRED
     unlike = [case for case, runs in cases.items() if runs.keys() != first.keys()]
     if paired and unlike:
-        print(f'\nnote: not the seeds of row 1, so means do not compare, but diff does: '
+        print(f'\nnote: other seeds than row 1, so compare diff (of shared seeds), not means: '
               f'{"; ".join(unlike)}')
     tests = max(1, sum(len(runs) > 1 for runs in rest))
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
@@ -442,9 +446,9 @@ def tabulate(script, cases, metric):
             print(f'{word} than row 1: {"; ".join(found)}')
     unresolved = [line['case'] for line in table[1:] if not line['interval'] < abs(line['diff'])]
     if unresolved:
-        print(f'not resolved (0 is in the interval, or one seed): {"; ".join(unresolved)}')
+        print(f'open (0 is in the interval, or there is none): {"; ".join(unresolved)}')
     worst = [f'{row["case"]}, seed {row["seed"]:g}' for row in rows if 'diverged' in row]
-    if worst and any(math.isinf(row.get(metric, 0)) for row in rows):
+    if worst:
         print(f'diverged, which counts as worst: {"; ".join(worst)}')
     return table
 
@@ -564,9 +568,11 @@ def parse(argv):
     p.add_argument('--tune', help='a field of --sweep to choose for each variant')
     p.add_argument('--test-seeds', type=seeds, default=[], help='with --tune: others, which judge')
     p.add_argument('--teacher-seed', type=int, help='of the teacher that rows of masks share')
-    p.add_argument('--from-csv', nargs='+', type=Path, help='tabulate these files, train nothing')
+    p.add_argument('--from-csv', nargs='+', action='extend', type=Path,
+                   help='tabulate these files, train nothing')
     p.add_argument('--metric', help='the figure to compare, such as val_loss')
-    p.add_argument('--against', help='the row that differences are taken from; default: softmax')
+    p.add_argument('--against', help='the row that differences are taken from; default: '
+                   'softmax, or the first')
     p.add_argument('--log-csv', help='a file for the logs of all rows')
     p.add_argument('--diagnose', action='store_true', help='log what diagnose.py finds, too; '
                    '--log-csv is then NAME-log.csv beside --csv')
@@ -647,6 +653,9 @@ def main(argv=None):
     if o.tune and not o.test_seeds:
         worse = choose(script, rows, o.tune)
         rows = [row for row in rows if row['case'] not in worse]
+        judged = {row['case'] for row in rows if row['role'] == 'judging'}
+        if waiting := {row['case'] for row in rows} - judged:
+            print(f'\nnote: chosen, but not judged yet: {"; ".join(sorted(waiting))}')
     return present(script, [row for row in rows if row['role'] == 'judging'], o)
 
 if __name__ == '__main__':

@@ -12,7 +12,8 @@ images (ViT), as in BF's Fig. 3. The model is watched from outside: any row of A
                         Delta W^o + Delta_s W^s  [BF Eq. 15]
     cos_mh, cos_update  cosines of these two with X, the input of the layer
     cos2_mh, ...        squared cosines: shares of MH and of the update that point along X
-    stretch_mh, ...     | ||X + u|| - ||X|| | / ||X||, where u is mh_out's or update_out's vector
+    stretch_mh, ...     | ||X + u|| - ||X|| | / ||X||, where u is mh_out's or update_out's vector,
+                        times attn_scale if the layer has one
     turn_mh, ...        length of u's part across X, / ||X||
     longer_out          share of tokens whose update_out is longer than mh_out
     alpha               <MH,V> / <V,V>, 0 where V = 0
@@ -47,8 +48,9 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-def figures(x, out, update=None, mh=None, v=None, W=None):
-    """Tensors (B, T, C) of a layer -> {name: a value for every token}."""
+def figures(x, out, update=None, mh=None, v=None, W=None, scale=1.0):
+    """Tensors (B, T, C) of a layer -> {name: a value for every token}. `scale` times the layer's
+    output is added to X."""
     found = {} if mh is None else dict(mh=mh.norm(dim=-1))
     if update is not None:
         found['update'] = update.norm(dim=-1)
@@ -58,7 +60,8 @@ def figures(x, out, update=None, mh=None, v=None, W=None):
     found.update({f'cos_{name}': cosine for name, cosine in cosines.items()})
     found.update({f'cos2_{name}': cosine.square() for name, cosine in cosines.items()})
     length = x.norm(dim=-1)
-    for name, u in vectors.items():
+    for name, vector in vectors.items():
+        u = scale * vector
         along = (u * x).sum(-1) / length.square()
         found[f'stretch_{name}'] = ((x + u).norm(dim=-1) - length).abs() / length
         found[f'turn_{name}'] = (u - along.unsqueeze(-1) * x).norm(dim=-1) / length
@@ -81,7 +84,8 @@ def watch(block, tokens, note):
         x = seen.pop('x')[:, tokens]
         out = out if proj.bias is None else out - proj.bias
         rest = {name: t.flatten(2)[:, tokens].to(x) for name, t in seen.items()}
-        note(figures(x, out[:, tokens].to(x), W=proj.weight.T, **rest))
+        scale = getattr(block, 'attn_scale', 1.0)
+        note(figures(x, out[:, tokens].to(x), W=proj.weight.T, scale=scale, **rest))
         seen.clear()
 
     attn.heads = heads

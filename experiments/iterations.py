@@ -3,7 +3,7 @@ r"""How many iterations of ADMM a Lasso of admm_detr.py needs, on the tokens of 
     python experiments/iterations.py out/admm_detr/RUN --ridge 0.3 --penalty l1 --sparsity 0.3
 
 Queries and tokens are those that the run's decoder meets in cross-attention, on the first 16
-validation images. The flags state the Lasso. For each rho a line has the fewest iterations that
+validation images. The flags state the Lasso. For each rho a line has the fewest of ITERATIONS that
 bring ||x - x*|| / ||x*|| to 1 %, over all queries and layers. x* is what 5,000 iterations in
 float64 end at. The first line also has the mean cosine of x* with relu(q K^T - lambda / 2), and
 the last names the rho that needs fewest.
@@ -48,7 +48,7 @@ def left(pairs, c, best):
     return (gaps.norm() / torch.cat([x.flatten() for x in best]).norm()).item()
 
 def main(argv=None):
-    folder, *flags = sys.argv[1:] if argv is None else argv
+    folder, *flags = (sys.argv[1:] if argv is None else argv) or ['']
     c = detr.parse(flags)[1]
     pairs, found = problems(folder, c), {}
     best = [detr.lasso(q, k, replace(c, iterations=5000, rho=0.1)) for q, k in pairs]
