@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow", "scipy"]
+# dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow>=10.1", "scipy"]
 # ///
 """DETR whose decoder attends by solving a Lasso: sparse reconstruction instead of softmax.
 
@@ -174,8 +174,8 @@ def add_random(tokens, random):
 
 # A row is (prox, size) of a penalty >= 0 that doubles when x does, as a norm does:
 #     prox(a, t), of a's shape: the z that minimises t penalty(z) + ||z - a||^2 / 2
-#     size(q K^T) >= 0, one for each token (B, nh, Q, N) or, of a penalty that joins tokens, the
-#     dual norm (B, nh, Q, 1). If lambda is twice a query's largest size, or more, its x is 0
+#     size(q K^T) >= 0: a query's x is 0 if lambda / 2 is at least its largest size. One for each
+#     token (B, nh, Q, N) or, of a penalty that joins tokens, the dual norm (B, nh, Q, 1)
 PENALTY = {
     'l1': (lambda a, t: F.relu(a - t) - F.relu(-a - t), torch.abs),  # ||x||_1  [OA Eq. 2]
     'positive': (lambda a, t: F.relu(a - t), F.relu),                # the same, and x >= 0
@@ -188,10 +188,10 @@ def lasso(q, k, c, is_self=False, vanilla=False):
     [choice] lambda is --sparsity times the smallest lambda for which a query's x is zero. rho and e
     are --rho and --ridge times the mean eigenvalue of K^T K. So scaling q or k only scales x.
     Gradients flow through lambda, rho and e, too.
-    [deviation] OA's (3a) and (3b) are misprinted (experiments/printed.py), and t is twice the right
-    one. OA sets x_ii to 0 and clamps x after (3a); then ADMM need not converge. Here both are done
-    to z, in (3b). Our steps are over-relaxed: 4 come as close as 8 of plain ADMM. We return z: its
-    zeros are exact.
+    [deviation] OA's (3a) and (3b) are misprinted (experiments/printed.py), and OA's threshold is
+    twice our t. OA sets x_ii to 0 and clamps x after (3a); then ADMM need not converge. Here both
+    are done to z, in (3b). Our steps are over-relaxed: 4 come as close as 8 of plain ADMM. We
+    return z: its zeros are exact.
     """
     prox, size = PENALTY[c.penalty]
     products = q @ k.mT  # (B, nh, Q, N)
@@ -250,7 +250,7 @@ def l2(q, k, c, is_self=False):
     [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
     e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # with a smaller --ridge, e is lost in rounding
     x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # the best x with x_ii = 0 adds a multiple of the inverse's row i to row i of x
+    if is_self:  # the best x with x_ii = 0: so much of the inverse's row i is added to x's row i
         rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
         pull = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
         x = without_self(x + pull.unsqueeze(-1) * rows, is_self)
@@ -269,8 +269,8 @@ def sharpen(x, power):
 # To try your own problem, write solve(q, k, c, is_self) -> x as l2 is, and add a row like l2's. Run
 # it with --cross-attention NAME. k (B, nh, N + n, hs) are keys or values, as --rebuild-from says,
 # centred if --centre; then n random tokens. x (B, nh, Q, N + n) must be 0 where k is 0, on padding.
-# It is sharpened afterwards, unless --power 0. A row makes a layer, row(c, is_self). A class
-# extends Attention; if it has another `mix`, it needs its `coefficients`, too, which pictures show.
+# It is sharpened afterwards, unless --power 0. row(c, is_self) returns a layer. A class extends
+# Attention; if you write its `mix`, write its `coefficients`, too: pictures show them.
 vanilla_lasso = functools.partial(lasso, vanilla=True)
 ATTENTION = {
     'softmax': MultiheadAttention,                                           # [OA Sec. 2]
@@ -361,7 +361,7 @@ MACHINE = {  # settings that are not in a run's name, and may differ when it is 
 # OA's own problem. In cross-attention it hardly learns: on drawings, Lassos of this kind had a mean
 # AP of 0.00 to 0.07, and softmax had 0.7 (experiments/results.md). [choice] OA gives no numbers for
 # the last four, nor for lambda. Random tokens: as many as a head has channels. After 15 iterations
-# x is still some 40 % from the optimum
+# x is still some 40 % from the optimum, at DETR's sizes
 OA = dict(rebuild_from='values', penalty='l1', ridge=0.0, centre=False, power=5, mix_random=True,
           clamp=1.0, random_tokens=32, rho=0.01, iterations=15)
 DETR_R50 = dict(data='coco', backbone='resnet50', hidden_dim=256, nheads=8, enc_layers=6,
@@ -1218,7 +1218,7 @@ def detect(c):
     if not photos:
         fail('detect needs --images PHOTO ...')
     model, meta = load_run(c)
-    folder, answers = Path(c.out_dir, 'found'), {}
+    folder, answers = Path(c.out_dir, 'found', Path(c.folder).name), {}
     folder.mkdir(parents=True, exist_ok=True)
     for path in map(str, photos):
         try:
@@ -1384,8 +1384,8 @@ def train_and_report(c):
     """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}')
-    if 0 < c.max_iters <= c.warmup_iters:
-        print('note    training ends within --warmup-iters: the rate will not reach its peak')
+    if 0 < c.max_iters <= max(c.warmup_iters, c.warmdown_iters):
+        print('note    --warmup-iters or --warmdown-iters fill all steps: the rate has no peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)

@@ -774,8 +774,8 @@ def train_and_report(c):
     """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}')
-    if 0 < c.max_iters <= c.warmup_iters:
-        print('note    training ends within --warmup-iters: the rate will not reach its peak')
+    if 0 < c.max_iters <= max(c.warmup_iters, c.warmdown_iters):
+        print('note    --warmup-iters or --warmdown-iters fill all steps: the rate has no peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow"]
+# dependencies = ["torch>=2.6", "numpy", "matplotlib", "pillow>=10.1"]
 # ///
 """A ViT whose attention outputs how MH differs from V: BeliefFormer and AttentionX, and softmax.
 
@@ -1095,7 +1095,7 @@ def train_and_report(c):
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}')
     if 0 < c.max_iters <= c.warmup_iters:
-        print('note    training ends within --warmup-iters: the rate will not reach its peak')
+        print('note    --warmup-iters fill all steps: the rate has no peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)

@@ -77,7 +77,7 @@ KINDS = {
     'window': (lambda i, j, n: i - j < n, lambda n: (n, 0)),       # the last N
     'offset': (lambda i, j, n: i - j == n, lambda n: (n + 1, 0)),  # the one N tokens back
     'first': (lambda i, j, n: j < n, lambda n: (0, n)),            # the first N
-    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),  # of the first N those that no other shows
+    'sinks': (lambda i, j, n: j < n, lambda n: (0, n)),  # those of the first N that no other shows
     # a kind of your own: 'even': (lambda i, j, n: (j % 2 == 0) | (i - j < n), None),
 }
 NAMED = {  # [choice] MA's "last token" is the token itself: offset:0
@@ -127,7 +127,7 @@ def reach(masks):
     kinds = parse_masks(masks)
     if None in [KINDS[kind][1] for kind, _ in kinds]:
         return None
-    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in kinds)]  # (1, 0): mixture may add itself
+    sizes = [(1, 0), *(KINDS[kind][1](n) for kind, n in kinds)]  # (1, 0): the token itself
     return max(last for last, _ in sizes), max(first for _, first in sizes)
 
 def masks_at(masks, i, j):
@@ -217,7 +217,7 @@ def blocked_attention(q, k, v, masks, log_c=None, reading='renormalised', block=
     i = torch.arange(n * b, device=q.device).view(n, b)
     j_near = torch.arange(1 - window, b, device=q.device) + i[:, :1]  # (n, b + window - 1)
     j_first = torch.arange(first, device=q.device).repeat(n, 1)  # (n, first)
-    j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)  # near as well: counts once
+    j_first = j_first.masked_fill(j_first >= j_near[:, :1], -1)  # in j_near already: hidden here
     j = torch.cat([j_near, j_first], 1)
 
     def blocks_of(t):  # keys or values (B, nh, T, hs) -> (B, nh, n, b + window - 1 + first, hs)
@@ -265,7 +265,7 @@ def kept_pairs(masks, alphas, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
     A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set).
-    A student has its teacher's value (with --init, the file's), unless STUDENT names the field."""
+    A student's model has its teacher's values (with --init, the file's), but STUDENT's."""
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
@@ -277,7 +277,8 @@ class Config:
     learning_rate: float = 5e-4    # of attention layers
     warmup_iters: int = 20         # steps up to the peak rates
     init: str = ''                 # teacher's file, of a run or of prepare_data.py; '': train one
-    # the teacher, without --init. Its run calls the first three max_iters, learning_rate, ...
+    # the teacher, without --init. In its run the first three are max_iters, learning_rate and
+    # warmup_iters
     teacher_iters: int = 600       # optimiser steps
     teacher_lr: float = 2e-3       # learning rate at its peak
     teacher_warmup: int = 100      # steps until it is there
@@ -325,7 +326,7 @@ CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
 MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'new_tokens', 'temperature'}
-STUDENT = {  # a student's own settings; all others are its teacher's, too
+STUDENT = {  # a student's own settings; its model has all others of its teacher
     'masks', 'reading', 'learn', 'l1', 'samples', 'max_iters', 'alpha_lr', 'learning_rate',
     'warmup_iters', 'init'}
 
@@ -552,8 +553,8 @@ def load_pair(path, device='cpu'):
 def train_teacher(c):
     """Train the teacher of c's students, or finish it -> its last metrics, log and folder. Its run
     is named by its settings and by checksums of the data and of this file: so the same command
-    finds it, and after an edit another is trained (or --init the old best.pt). Before you start two
-    commands at once, let their teacher be trained, by the action `teacher`."""
+    finds it, and after an edit another is trained (or --init the old best.pt). To start two
+    commands at once, first run the action `teacher`."""
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
     given = {name: x for name, x in asdict(c).items()
              if name not in (STUDENT | MACHINE) and x != getattr(Config, name)}
@@ -578,7 +579,8 @@ def find_teacher(c, data):
     for name, size in sizes.items():  # a default counts as not typed: then the file's size is taken
         found = getattr(teacher.config, name)
         if size not in (found, getattr(Config, name)):
-            fail(f'{file} has {name} {found}, not {size}')
+            hint = ': --data has other tokens' * (name == 'vocab_size')
+            fail(f'{file} has {name} {found}, not {size}{hint}')
     if c.block_size > teacher.config.block_size:
         fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
     return teacher
@@ -1025,7 +1027,7 @@ def train_and_report(c):
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}')
     if 0 < c.max_iters <= c.warmup_iters:
-        print('note    training ends within its warmup: the rate will not reach its peak')
+        print('note    the warmup fills all steps: the rate has no peak')
     model, log = train(c, folder, data)
     report(c, model.eval(), log, folder, data)
     return dict(log[-1], log=log, folder=folder)

@@ -1169,19 +1169,19 @@ def coco(paths, out, args):
 GPT2 = r'(wte|wpe|ln_f|h\.\d+\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.(weight|bias)'
 RESNET = (r'(conv1|bn1|layer(1\.[0-2]|2\.[0-3]|3\.[0-5]|4\.[0-2])\.(conv[123]|bn[123]|'
           r'downsample\.[01]))\.(weight|bias|running_mean|running_var)')
-FORMS = {  # script, its name for the number of heads, other settings, names of the tensors
+FORMS = {  # script to run, its name for the number of heads, other settings, names of the tensors
     'nanoGPT': ('attentionx_gpt.py', 'n_head', dict(attention='softmax'),
                 r'lm_head\.weight|transformer\.' + GPT2),
     'GPT-2': ('mask_distill.py', 'n_head', {}, GPT2),
     'ViT': ('belief_vit.py', 'num_heads', dict(attention='softmax', model='deit', zero_diag=False),
             r'cls_token|pos_embed|(patch_embed\.proj|norm|head|blocks\.\d+\.(norm[12]|'
             r'attn\.(qkv|proj)|mlp\.fc[12]))\.(weight|bias)'),
-    'DETR': ('admm_detr.py', 'nheads', dict(
+    'DETR': ('admm_detr.py --preset finetune', 'nheads', dict(
         self_attention='softmax', cross_attention='softmax', backbone='resnet50'),
         r'(transformer\.((en|de)coder\.layers\.\d+\.(linear[12]|norm[123]|(self|multihead)_attn\.'
         r'(in|out)_proj)|decoder\.norm)|(class|query)_embed|input_proj|bbox_embed\.layers\.[012])'
         r'[._](weight|bias)|backbone\.0\.body\.' + RESNET),
-    'ResNet-50': ('admm_detr.py', '', dict(backbone='resnet50'), RESNET)}
+    'ResNet-50': ('admm_detr.py --preset paper', '', dict(backbone='resnet50'), RESNET)}
 SHAPES = {  # settings, and the tensor and its dimension that show them
     'vocab_size': ('wte.weight', 0), 'n_embd': ('wte.weight', 1), 'block_size': ('wpe.weight', 0),
     'embed_dim': ('cls_token', 2), 'patch_size': ('patch_embed.proj.weight', 2),

@@ -1606,7 +1606,7 @@ def test_detr_objects(tmp_path):
     assert target['labels'].tolist() == [9, 4] and len(target['annotations']) == 5, target
     close(target['boxes'], [[0.5, 1 / 3, 0.5, 1 / 3], [0.125, 5 / 6, 0.25, 1 / 3]], 1e-6)
     refuse(detr, ['no object'], *tiny(detr, tmp_path, '--data', folder), '--eval-rows', 1)
-    train, sizes, flips = detr.Objects(folder / 'train.json', 50, 8), set(), 0
+    train, sizes, flips = detr.Objects(folder / 'train.json', 50), set(), 0
     for i in range(200):
         image, target = train.example(1, np.random.default_rng([1, i]))
         flip = bool(image[0, 0, 0] > image[0, 0, -1])
@@ -1985,6 +1985,7 @@ def test_progress_threads_and_seeds(tmp_path):
               patch.object(torch, 'set_num_threads') as threads):
             out = run(script, *flags, '--log-interval', 2, '--threads', 3).out
         assert threads.call_args.args == (3,) and out.count(': batch loss ') == 3, out
+        assert 'no peak' not in out, out
         assert re.findall(r' (\d+) ms a step, (\S+) min left', out) == [
             ('60000', left) for left in ('4.0', '2.0', '0.0')], out
         c = script.parse(tiny(script, tmp_path))[1]
@@ -1994,6 +1995,7 @@ def test_progress_threads_and_seeds(tmp_path):
         assert not torch.equal(one, two), script.SCRIPT
         one, two = [make(c, data.meta).state_dict() for c in seeds]
         assert not all(torch.equal(one[key], two[key]) for key in one), script.SCRIPT
+    assert 'the rate has no peak' in run(gpt, *tiny(gpt, tmp_path), '--warmdown-iters', 6).out
 
 def test_best_weights(tmp_path):
     """best.pt has those of the best evaluation, compiled or not; the report's figure is the last.
@@ -2702,7 +2704,8 @@ def test_door_weights(tmp_path):
         for name, value in saved['config'].items():
             assert getattr(net.config, name) == value, (n, name)
         script, *flags = shlex.split(out.rpartition('next: python ')[2])
-        assert script == saved['script'] and f' --init data/weights/{n}.pt' in out, out
+        assert f'next: python {saved["script"]} --init data/weights/{n}.pt' in out, out
+        assert ('--preset' in out) == (script == 'admm_detr.py'), out
         assert (' --data wikitext-2' in out) == ('vocab_size' in saved['config']), out
         for name, value in saved['config'].items() if script != 'mask_distill.py' else ():
             module = {f'{one.SCRIPT}.py': one for one in SCRIPTS}[script]
