@@ -534,6 +534,8 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of metrics). Checkpoints and log.csv
     go to `folder`, if any."""
+    if 0 < c.max_iters <= c.warmdown_iters:
+        print('note    --warmdown-iters fill all steps: the rate has no peak')
     device, dtype = pick_device(c)
     data = data or load_data(c)
     torch.manual_seed(c.seed)  # for layers of your own
@@ -774,8 +776,8 @@ def train_and_report(c):
     """Train in c.folder, or finish what is there -> the last metrics, log and folder."""
     data, folder = load_data(c), Path(c.folder)
     print(f'folder  {folder}')
-    if 0 < c.max_iters <= max(c.warmup_iters, c.warmdown_iters):
-        print('note    --warmup-iters or --warmdown-iters fill all steps: the rate has no peak')
+    if 0 < c.max_iters <= c.warmup_iters:
+        print('note    --warmup-iters fill all steps: the rate has no peak')
     model, log = train(c, folder if RANK == 0 else None, data)
     if RANK == 0:
         report(c, model.eval(), log, folder, data)

@@ -326,7 +326,7 @@ CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
 MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'new_tokens', 'temperature'}
-STUDENT = {  # a student's own settings; its model has all others of its teacher
+STUDENT = {  # a student's own settings; its model has its teacher's others
     'masks', 'reading', 'learn', 'l1', 'samples', 'max_iters', 'alpha_lr', 'learning_rate',
     'warmup_iters', 'init'}
 

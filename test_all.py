@@ -1528,14 +1528,14 @@ def test_vit_read_photo(tmp_path):
             (64, None, (20, 0, 100, 80)),  # all of it, where photos are that small
             (8, (0, 1, 0.5, 0.25), (44, 14, 76, 38))):  # to train: 8 % of the area, 4:3
         want = np.asarray(noise.resize((size, size), Image.BICUBIC, box))
-        assert (vit.read_photo(path, size, 8, crop) == want).all(), box
+        assert (vit.read_photo(path, size, crop) == want).all(), box
     for flip, mirror, step in (True, 0.1, -1), (True, 0.9, 1), (False, 0.1, 1):
-        got = vit.augment(path, [*crop, mirror, *[0.99] * 6], vit.Config(flip=flip), 8, 8)
+        got = vit.augment(path, [*crop, mirror, *[0.99] * 6], vit.Config(flip=flip), 8)
         assert (got == want[:, ::step]).all(), (flip, mirror)
     invert, cutout = 2.5 / 16, 13.5 / 16  # 13 numbers: invert, then a grey square of 19 pixels
     chance = [*crop, 0.9, invert, 0, 0, 0, cutout, 0, 1, 1]
     want = np.asarray(noise.resize((32, 32), Image.BICUBIC, box))
-    got = vit.augment(path, chance, vit.Config(randaugment='paper'), 32, 8)
+    got = vit.augment(path, chance, vit.Config(randaugment='paper'), 32)
     assert (got[:, :22] == 255 - want[:22]).all() and (got[:, 23:, 23:].max((1, 2)) ==
                                                        [125, 123, 114]).all()
 
