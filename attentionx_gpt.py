@@ -563,6 +563,7 @@ def train(c, folder=None, data=None):
             if math.isnan(row['val_loss']):
                 raise FloatingPointError(f'the validation loss of step {step} is nan: try a lower '
                                          '--learning-rate, or check any formula you edited')
+            # plain numbers: load would refuse those of NumPy
             log.append({name: float(x) for name, x in row.items()} | dict(step=step))
             losses = []
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,

@@ -767,6 +767,7 @@ def train(c, folder=None, data=None, teacher=None):
                 raise FloatingPointError(f'the validation loss of step {step} is nan: try a lower '
                                          '--learning-rate (of a teacher: --teacher-lr), or check '
                                          'any formula you edited')
+            # plain numbers: load would refuse those of NumPy
             log.append({name: float(x) for name, x in row.items()} | dict(step=step))
             losses = []
             weights = dict(model=model.state_dict(), config=asdict(model.config), data=data.meta,
