@@ -160,23 +160,24 @@ def draw_claims():
     gpt = dict(xlim=(-0.06, 0.06), xlabel=f'{LOSS}\nleft is better')
     lines = table('attentionx_gpt', 'gpt-common gpt-equal-time')
     bars(low, named(lines, 'attentionx', 'belief', 'belief-star'), **gpt,
-         title='GPT, all at one low learning rate')
+         title='GPT, all at one low rate, 1000 steps')
     lines = table('attentionx_gpt', BEST, *TUNE)
     bars(best, named(lines, 'attentionx 4e-3', 'belief 8e-3', 'belief-star 4e-3'), **gpt,
-         title='GPT, each at its best rate')
+         title='GPT, each at its best rate, 1000 steps')
     lines = table('attentionx_gpt', 'gpt-longer-best', *TUNE)
     bars(longer, named(lines, 'attentionx 8e-3', 'belief 8e-3', 'belief-star 8e-3'), **gpt,
          title='GPT, each at its best rate, 4000 steps')
     points = dict(xlim=(-0.04, 0.04),
                   xlabel='accuracy minus softmax\'s (0.01 is a point)\nright is better')
     lines = table('belief_vit', 'vit-papers-rate')
-    for line in lines.values():  # BeliefFormer* minus BeliefFormer was judged with these three
-        line['interval'] *= stats.t.ppf(1 - 0.05 / 4 / 2, 5) / stats.t.ppf(1 - 0.05 / 3 / 2, 5)
+    three, four = stats.t.ppf(1 - 0.025 / np.array([3, 4]), df=5)  # of six seeds
+    for line in lines.values():  # judged as four: the last is BeliefFormer* minus BeliefFormer
+        line['interval'] *= four / three
     bars(papers, named(lines, 'attentionx', 'belief', 'belief-star'), **points,
-         title='ViT, all at the papers\' learning rate')
+         title='ViT, all at the papers\' low rate, 6 epochs')
     lines = table('belief_vit', 'vit-cifar10', *TUNE)
     bars(vit, named(lines, 'attentionx 2e-3', 'belief 2e-3', 'belief-star 1e-3'), **points,
-         title='ViT, each at its best rate')
+         title='ViT, each at its best rate, 3 epochs')
     lines = table('admm_detr', 'detr-softmax-31-33 detr-softmax-34-42 detr-cross')
     lines.update(table('admm_detr', 'detr-solved'))
     bars(detr, named(lines, 'lasso', 'no-weights', 'Lasso, solved'), xlim=(-0.8, 0.2),
