@@ -1221,7 +1221,7 @@ def detect(c):
     if not photos:
         fail('detect needs --images PHOTO ...')
     model, meta = load_run(c)
-    folder, answers = Path(c.out_dir, 'found', Path(c.folder).name), {}
+    folder, answers = Path(c.out_dir, 'found', newest(c, 'best.pt').parent.name), {}
     folder.mkdir(parents=True, exist_ok=True)
     for path in map(str, photos):
         try:
@@ -1290,14 +1290,18 @@ def load(path):
         pass
     fail(f'{path} is no checkpoint: it is missing, damaged, or to be converted by prepare_data.py')
 
-def load_run(c):
-    """The best model of --folder, or of the newest run, and the meta of its data."""
-    files = [*Path(c.out_dir, SCRIPT).glob('*/best.pt')]
+def newest(c, name):
+    """The file `name` of --folder or, without it, of the newest run."""
+    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if c.folder:
-        files = [Path(c.folder, 'best.pt')]
+        files = [Path(c.folder, name)]
     if not files:
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-    file = max(files, key=os.path.getmtime)
+    return max(files, key=os.path.getmtime)
+
+def load_run(c):
+    """The best model of --folder, or of the newest run, and the meta of its data."""
+    file = newest(c, 'best.pt')
     saved = load(file)
     print(f'run     {file.parent}, trained on {saved["config"].get("data")}')
     if saved.get('code') != CODE:

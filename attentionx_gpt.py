@@ -238,7 +238,7 @@ class Config:
         if min(self.n_head, self.batch_size, self.grad_accum_steps, self.block_size) < 1:
             fail('--n-head, --batch-size, --grad-accum-steps and --block-size are 1 or more')
         if self.n_embd % (2 * self.n_head):  # rotate() cuts each head into halves
-            fail(f'--n-embd {self.n_embd} must be an even multiple of --n-head {self.n_head}')
+            fail(f'--n-embd {self.n_embd} must be a multiple of twice --n-head {self.n_head}')
         if not 0 <= self.dropout < 1:
             fail(f'--dropout {self.dropout} must be at least 0, and less than 1')
         if self.prompt.startswith('FILE:'):  # as in nanoGPT
@@ -680,14 +680,18 @@ def load(path):
         pass
     fail(f'{path} is no checkpoint: it is missing, damaged, or to be converted by prepare_data.py')
 
-def load_run(c):
-    """The best model of --folder, or of the newest run, and the meta of its data."""
-    files = [*Path(c.out_dir, SCRIPT).glob('*/best.pt')]
+def newest(c, name):
+    """The file `name` of --folder or, without it, of the newest run."""
+    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if c.folder:
-        files = [Path(c.folder, 'best.pt')]
+        files = [Path(c.folder, name)]
     if not files:
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-    file = max(files, key=os.path.getmtime)
+    return max(files, key=os.path.getmtime)
+
+def load_run(c):
+    """The best model of --folder, or of the newest run, and the meta of its data."""
+    file = newest(c, 'best.pt')
     saved = load(file)
     print(f'run     {file.parent}, trained on {saved["config"].get("data")}')
     if saved.get('code') != CODE:

@@ -839,8 +839,8 @@ def print_criteria(c, model, teacher, data, trained=None):
     kept = kept_pairs(c.masks, model.alphas(), c.block_size)
     print(f'result  it sees {kept:.0%} of the token pairs: {trained["accuracy"]:.3f} times its '
           f'teacher\'s accuracy, perplexity {trained["perplexity"]:.3f} (the teacher: '
-          f'{trained["teacher_perplexity"]:.3f}),\n        {trained["passed"]} of {len(CRITERIA)} '
-          f'goals met, on {sum(len(x) for x, _ in batches)} validation sequences')
+          f'{trained["teacher_perplexity"]:.3f}),\n        {trained["passed"]:.0f} of '
+          f'{len(CRITERIA)} goals met, on {sum(len(x) for x, _ in batches)} validation sequences')
     return trained
 
 def draw_layers(path, log, n_layer, masks):
@@ -935,15 +935,19 @@ def load(path):
         pass
     fail(f'{path} is no checkpoint: it is missing, damaged, or to be converted by prepare_data.py')
 
+def newest(c, name):
+    """The file `name` of --folder or, without it, of the newest run."""
+    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
+    if c.folder:
+        files = [Path(c.folder, name)]
+    if not files:
+        fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
+    return max(files, key=os.path.getmtime)
+
 def load_run(c):
     """load_pair of --folder, or of the newest run. It takes the last weights: the best ones were
     chosen on the text that criteria judges on."""
-    files = [*Path(c.out_dir, SCRIPT).glob('*/ckpt.pt')]
-    if c.folder:
-        files = [Path(c.folder, 'ckpt.pt')]
-    if not files:
-        fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
-    file = max(files, key=os.path.getmtime)
+    file = newest(c, 'ckpt.pt')
     print(f'run     {file.parent}')
     teacher, student, saved = load_pair(file, pick_device(c)[0])
     if saved.get('code') != CODE:

@@ -409,7 +409,8 @@ def for_every_variant(test):
                          if x.name != 'close' and f'{os.sep}torch{os.sep}' not in x.filename]
                 wrong.append(f'{variant.name}: {lines[-1]}: {str(error)[:300]}')
         assert tried, f'no name of {", ".join(OWN)} can be typed as a flag'
-        assert not wrong, '\n'.join([f'{len(wrong)} variants:', *wrong])
+        name = test.__name__.removeprefix('test_').replace('_', ' ')
+        assert not wrong, '\n'.join([f'"{name}" fails for {len(wrong)} of {tried}:', *wrong])
     test_of_all.__name__, test_of_all.__doc__ = test.__name__, test.__doc__
     return test_of_all
 
@@ -1637,7 +1638,7 @@ def test_detr_detects(tmp_path):
         end, none = [run(detr, *detect, '--threshold', least, '--images', *photos[:2],
                          tmp_path / 'other', report=contextlib.nullcontext) for least in (0, 2)]
     assert [*end.result] == [str(photo) for photo in photos] and 'b.png cannot be read' in end.out
-    assert len([*tmp_path.glob('out/found/[!.]*.png')]) == 3, end  # none is hidden
+    assert len([*tmp_path.glob('out/found/tiny*/[!.]*.png')]) == 3, end  # none is hidden
     for found, width, (above, below) in zip(end.result.values(), (30, 40, 30), drawn):
         texts = [f'{"abcdefghij"[one["category_id"]]} {one["score"]:.2f}' for one in found]
         assert len(found) == 5, found  # one for each query
@@ -2164,6 +2165,7 @@ def test_mask_two_stages(tmp_path):
         end = run(mask, *flags)
     assert end.code == 0, end
     assert end.out.index('result  it sees 12%') < end.out.index('note    no sample')
+    assert re.search(r'(?m)^        [0-4] of 4 goals met, on', end.out), end.out
     first, losses = end.result['folder'], [row['val_loss'] for row in end.result['log']]
     assert losses[-1] < 0.7 * losses[0], losses
     close([end.result['kl'], end.result['kept']], [losses[-1], 16 / (16 * 17 / 2)], 1e-6)
@@ -2972,7 +2974,7 @@ def test_compare_chooses_and_judges(tmp_path):
         for row, mean, sd in zip(rows[1:], (1.1, 2), (0.1, 1)):
             half = 6.205 * sd / 3 ** 0.5  # t at 1 - .05 / 2
             close([row['diff'], row['interval']], [mean, half], 2e-3)
-        assert 'or there is none): 2e-3 attentionx\n' in out, out  # and not belief
+        assert 'or there is no interval): 2e-3 attentionx\n' in out, out  # and not belief
         assert out.count('diverged, and counts as worst: loss nan') == 2, out
         assert '0.008: inf (2)' in out and '1e-3 belief *' in out and '4e-3 softmax  ' in out, out
         assert done(compare, *tuned) == rows and len(runs) == 33 and failed == [0, 1], failed
@@ -3475,7 +3477,8 @@ def test_rows_of_a_file(tmp_path):
         failed = main(['every_variant_sees'], tmp_path / 'mine.py')
     OWN.clear()
     OWN.update(kept)
-    assert failed and '2 variants:' in error.getvalue() and 'rows of' in out.getvalue(), error
+    assert failed and 'no later token" fails for 2 of 2:' in error.getvalue(), error.getvalue()
+    assert 'rows of' in out.getvalue(), out.getvalue()
 
 # ------------------------------------ runner ------------------------------------
 def main(words, file):

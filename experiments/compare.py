@@ -17,12 +17,12 @@ r"""Train variants of one script on the same batches and seeds; draw and tabulat
 All other flags go to the script: --preset t4, --max-iters 1000. A run uses one CPU thread unless
 --threads says otherwise. Each run is a row of NAME.csv: its settings and figures, the version of
 the script, PyTorch and the processor. The runs themselves are in NAME.runs: the same command takes
-them from there, and goes on with one that was stopped. To train one again, remove its folder. Two
-commands with other seeds may work at the same time (masks need --init for that). The last line
-names a picture: every case over steps and over seconds. A table's mean_loss is the training loss, a
-mean of all steps. --diagnose also logs lengths and angles of what attention outputs (see
-diagnose.py). To test the rows of a file of your own first: python test_all.py --with mine.py. Needs
-scipy, and matplotlib for the picture.
+them from there, and goes on with one that was stopped. After any edit of the script all runs begin
+anew, in another csv. To train one again, remove its folder. Two commands with other seeds may work
+at the same time (masks need --init for that). The last line names a picture: every case over steps
+and over seconds. A table's mean_loss is the training loss, a mean of all steps. --diagnose also
+logs lengths and angles of what attention outputs (see diagnose.py). To test the rows of a file of
+your own first: python test_all.py --with mine.py. Needs scipy, and matplotlib for the picture.
 """
 import argparse
 import contextlib
@@ -446,7 +446,7 @@ def tabulate(script, cases, metric):
             print(f'{word} than row 1: {"; ".join(found)}')
     unresolved = [line['case'] for line in table[1:] if not line['interval'] < abs(line['diff'])]
     if unresolved:
-        print(f'open (0 is in the interval, or there is none): {"; ".join(unresolved)}')
+        print(f'open (0 is in the interval, or there is no interval): {"; ".join(unresolved)}')
     worst = [f'{row["case"]}, seed {row["seed"]:g}' for row in rows if 'diverged' in row]
     if worst:
         print(f'diverged, which counts as worst: {"; ".join(worst)}')
