@@ -9,7 +9,7 @@ tokens by softmax(q K^T) and returns the weighted sum of their values V. Here co
 the query q from the tokens as well as they can, while a penalty makes many of them zero: a Lasso.
 The layer returns x^T V and needs no weight matrices. ADMM solves the Lasso by repeating a ridge
 regression and a shrinkage; the cost is O(N) for N tokens. The paper's equations for ADMM have
-misprints; as printed, it diverges.
+misprints; as printed, it mostly diverges.
 
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
@@ -36,8 +36,8 @@ misprints; as printed, it diverges.
 The first command ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12
 seeds its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x
 is zero. That comes mostly from x >= 0: with lambda = 0 it is half, too. And x rebuilds only a
-little of q: |q - x^T K| is still 0.9 |q|. The large ridge term makes x nearly relu(q K^T -
-lambda / 2), which needs no solver. In experiments/variants.py it has a mean AP of 0.610.
+little of q: |q - x^T K| is still 0.9 |q|. The large ridge term makes x nearly a multiple
+of relu(q K^T - lambda / 2), which needs no solver: in experiments/variants.py its mean AP is 0.610.
 
 [deviation] By default the problem is easier than OA's: x rebuilds q from the keys (they hold
 positions), not from the values; there is a ridge term; x >= 0; tokens are centred; and x^3 replaces

@@ -263,10 +263,15 @@ def own_intervals():
     # ReLU attention against softmax and ridge regression, the Lasso against that, each by itself
     softmax = 'detr-softmax-31-33 detr-softmax-34-42'
     for (name, case), (other, first) in ((('detr-relu', 'relu'), (softmax, 'softmax')),
-                                         (('detr-cross', 'l2'), ('detr-relu', 'relu')),
+                                         (('detr-relu', 'relu'), ('detr-cross', 'l2')),
                                          (('detr-cross', 'lasso'), ('detr-cross', 'l2'))):
         pair = [[*values(*which, 'AP').values()] for which in ((name, case), (other, first))]
         yield stats.ttest_ind(*pair, equal_var=False).confidence_interval()
+    # a d x d inverse against an N x N one: as planned, and paired
+    pair = [[*values('detr-more-self', case, 'AP').values()]
+            for case in ('SA Lasso, half solved', 'SA the same, N x N')]
+    yield stats.ttest_ind(*pair, equal_var=False).confidence_interval()
+    yield stats.ttest_rel(*pair).confidence_interval()
     # claim 12a: KL with all the text, less KL with 1,000 samples
     pairs = [('masks-last5', 'attention, l1 0.001, all text', 'attention, l1 0.001'),
              ('masks-last5-more', '0', '1000')]
