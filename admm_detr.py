@@ -14,7 +14,7 @@ misprints; as printed, it mostly diverges.
 [choice]: the paper does not say, so we chose. [deviation]: we differ from it on purpose.
 
     OA   H. Ackermann, H. Cai, M. Nagel, L. Mirvakhabova, F. Zanjani, F. Porikli (Qualcomm AI
-         Research), Optimizing Attention. Its V, which rebuilds q, is K here: keys, or values
+         Research), Optimizing Attention. Its V (tokens that rebuild q) is K here: keys or values
 
     equation        what                                         --cross-attention, or function
     [OA Sec. 2]     softmax(QK^T / sqrt(hs)) V, with weights     softmax
@@ -35,9 +35,9 @@ misprints; as printed, it mostly diverges.
 
 The first command ends with AP 0.671, AP50 0.923 on 200 drawings (2000 steps, one seed). Over 12
 seeds its mean AP is 0.619, softmax's 0.696 (experiments/results.md). Half of the trained model's x
-is zero. That comes mostly from x >= 0: with lambda = 0 it is half, too. And x rebuilds only a
-little of q: |q - x^T K| is still 0.9 |q|. The large ridge term makes x nearly a multiple
-of relu(q K^T - lambda / 2), which needs no solver: in experiments/variants.py its mean AP is 0.610.
+is zero. That comes mostly from x >= 0: with lambda = 0, half is zero, too. And x rebuilds only a
+little of q: |q - x^T K| is still 0.9 |q|. The large ridge term makes x nearly a multiple of
+relu(q K^T - lambda / 2), which needs no solver (in experiments/variants.py; its AP is 0.610).
 
 [deviation] By default the problem is easier than OA's: x rebuilds q from the keys (they hold
 positions), not from the values; there is a ridge term; x >= 0; tokens are centred; and x^3 replaces
@@ -250,7 +250,7 @@ def l2(q, k, c, is_self=False):
     [choice] The norm is squared, and e > 0: with more tokens than channels, many x are best."""
     e = max(c.ridge, 1e-5) * mean_eigenvalue(k)  # with a smaller --ridge, e is lost in rounding
     x = q @ ridge_matrix(k, e)  # (B, nh, Q, N)
-    if is_self:  # the best x with x_ii = 0: so much of the inverse's row i is added to x's row i
+    if is_self:  # for the best x with x_ii = 0, add a multiple of the inverse's row i to x's row i
         rows = vanilla_inverse(k, e)[:, :, :x.size(2)]
         pull = -x.diagonal(dim1=2, dim2=3) / rows.diagonal(dim1=2, dim2=3)
         x = without_self(x + pull.unsqueeze(-1) * rows, is_self)
@@ -258,7 +258,7 @@ def l2(q, k, c, is_self=False):
 
 def sharpen(x, power):
     """x^power / sum |x^power|, or x if power is 0.  [OA Sec. 3]
-    [choice] The result is smaller where all |x| < 1e-6."""
+    [choice] Where all |x| < 1e-6, the sum of |result| may be below 1."""
     if not power:
         return x
     # divided by the largest, x^power is not too small for float32
@@ -1055,7 +1055,7 @@ def train(c, folder=None, data=None):
     go to `folder`, if any."""
     if c.backbone == 'resnet50' and not c.init:  # its first layers do not learn
         fail('--backbone resnet50 needs --init data/weights/resnet50.pt')
-    if 0 < c.max_iters <= c.warmdown_iters:
+    if c.schedule == 'step' and 0 < c.max_iters <= c.warmdown_iters:
         print('note    --warmdown-iters fill all steps: the rate has no peak')
     device, dtype = pick_device(c)
     data = data or load_data(c)
@@ -1072,7 +1072,7 @@ def train(c, folder=None, data=None):
     print(f'model   self-attention {c.self_attention}, cross-attention {c.cross_attention}, '
           f'{size:,} parameters to learn, on {device} in {dtype}\n'
           f'data    {c.data}, {len(data.train):,} images to train on, {len(data.val):,} held out'
-          + ('' if c.init else '; expect AP near 0 for the first 500 steps or more'))
+          + ('' if c.init or step else '; expect AP near 0 for the first 500 steps or more'))
     thread, coming = ThreadPoolExecutor(1), None  # makes batches while the model trains
     while True:
         due = step >= c.max_iters or (c.eval_interval and step % c.eval_interval == 0)
@@ -1199,8 +1199,8 @@ def draw_found(path, examples, answers, classes):
     figure.savefig(path)
 
 def draw_boxes(axis, found, classes):
-    """Draw boxes, the highest-scoring first, and their labels. One that would hide an earlier one
-    moves down."""
+    """Draw boxes, the highest-scoring first, and their labels. A label that would hide an
+    earlier one moves down."""
     from matplotlib.patches import Rectangle
     width, height = axis.get_xlim()[1], axis.get_ylim()[0]
     places = []  # of labels
@@ -1219,7 +1219,7 @@ def detect(c):
     for path in map(Path, c.images):
         photos += sorted(path.rglob('*.*')) if path.is_dir() else [path]
     if not photos:
-        fail('detect needs --images PHOTO ...')
+        fail('detect needs --images PHOTO ..., or a folder with photos')
     model, meta = load_run(c)
     folder, answers = Path(c.out_dir, 'found', newest(c, 'best.pt').parent.name), {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -1292,9 +1292,9 @@ def load(path):
 
 def newest(c, name):
     """The file `name` of --folder or, without it, of the newest run."""
-    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if c.folder:
-        files = [Path(c.folder, name)]
+        return Path(c.folder, name)
+    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if not files:
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
     return max(files, key=os.path.getmtime)
@@ -1368,8 +1368,6 @@ def draw_curves(path, log, panels):
 def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1417,15 +1415,17 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # Config's source, printed above, has all but these
+        if f.name not in CHOICES:  # Config's source, printed above, says enough of these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
-    given = vars(p.parse_args(words))
+    given, trains = vars(p.parse_args(words)), action in ('train', 'teacher')
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
         if type(x) is int and x < 0 <= (getattr(Config, name) or 0):  # its default is not negative
             fail(f'{flag} {x} is less than 0')
-        if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
+        if trains and name in ('folder', 'images'):
+            fail(f'{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
+        if not trains and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
     preset = given.pop('preset', 'tiny')
     c = Config(**{**PRESETS[preset], **given})

@@ -177,7 +177,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 0.5  # [AX1 Sec. 4.2]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax with 1
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 that would be softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [AX2 Sec. 4.2]
 
@@ -260,8 +260,8 @@ PRESETS = {
                      max_iters=600000, learning_rate=6e-4, warmup_iters=2000, eval_interval=1000,
                      eval_rows=2400),
     # BF: 5B tokens of OpenWebText (prepare_data.py openwebtext --parts 12), with the code of
-    # modded-nanogpt's branch `casted`. [choice] 524,288 tokens a step, as its eight GPUs have, and
-    # the validation windows of one.
+    # modded-nanogpt's branch `casted`. [choice] 524,288 tokens a step, as on its eight GPUs, and as
+    # many validation windows as one of them has.
     # [deviation] no weights are rounded to float8, windows may repeat, warmup is a step longer
     'belief-124m': dict(GPT2_SMALL, attention='belief', arch='rotary', vocab_size=50257,
                         batch_size=16, grad_accum_steps=32, max_iters=9536, learning_rate=1.8e-3,
@@ -534,7 +534,7 @@ def train_step(net, batches, c, optimizer, scaler, autocast):
 def train(c, folder=None, data=None):
     """Train a model as c says -> model, log (a list of dicts of metrics). Checkpoints and log.csv
     go to `folder`, if any."""
-    if 0 < c.max_iters <= c.warmdown_iters:
+    if c.schedule == 'trapezoid' and 0 < c.max_iters <= c.warmdown_iters:
         print('note    --warmdown-iters fill all steps: the rate has no peak')
     device, dtype = pick_device(c)
     data = data or load_data(c)
@@ -682,9 +682,9 @@ def load(path):
 
 def newest(c, name):
     """The file `name` of --folder or, without it, of the newest run."""
-    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if c.folder:
-        files = [Path(c.folder, name)]
+        return Path(c.folder, name)
+    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if not files:
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
     return max(files, key=os.path.getmtime)
@@ -758,8 +758,6 @@ def draw_curves(path, log, panels):
 def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -807,15 +805,17 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # Config's source, printed above, has all but these
+        if f.name not in CHOICES:  # Config's source, printed above, says enough of these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
-    given = vars(p.parse_args(words))
+    given, trains = vars(p.parse_args(words)), action in ('train', 'teacher')
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
         if type(x) is int and x < 0 <= (getattr(Config, name) or 0):  # its default is not negative
             fail(f'{flag} {x} is less than 0')
-        if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
+        if trains and name in ('folder', 'images'):
+            fail(f'{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
+        if not trains and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
     preset = given.pop('preset', 'tiny')
     c = Config(**{**PRESETS[preset], **given})

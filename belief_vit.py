@@ -185,7 +185,7 @@ def default_gamma(c):
         return float(c.gamma)
     if c.attention == 'attentionx-v1':
         return 1.0  # [AX1 Sec. 4.1]
-    if c.zero_diag and c.attention != 'softmax-scaled':  # which is softmax with 1
+    if c.zero_diag and c.attention != 'softmax-scaled':  # with 1 that would be softmax
         return 1.0  # [AX2 Sec. 3.2]
     return 3.0  # [choice] AX2's value for a GPT
 
@@ -229,7 +229,7 @@ class Config:
     A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set)."""
     # the papers' method
     attention: str = 'belief'      # a row of ATTENTION
-    gamma: float | None = None     # default: 1; with --no-zero-diag 3; attentionx-v1: 1
+    gamma: float | None = None     # default: 1; --no-zero-diag, softmax-scaled: 3; attentionx-v1: 1
     zero_diag: bool = True         # no token attends to itself, with softmax too [AX2 Sec. 3.2]
     # model
     # shifted: patches also see shifted images, and attention learns a scale, arXiv 2112.13492
@@ -914,7 +914,7 @@ def report(c, model, log, folder, data):
           f'next    python {SCRIPT}.py predict --folder "{folder}" --images PHOTO ...')
 
 def linear_accuracy(data):
-    """Test accuracy of a linear model on 32 x 32 pixels, fitted to up to 10,000 training images."""
+    """Test accuracy of a linear model on 32 x 32 pixels, on up to 10,000 images of each split."""
     def pixels_and_labels(images, labels):
         rows = spread(len(labels), 10000)
         x = [normalise(images[some], 32, data.meta).flatten(1)  # all at once may need much memory
@@ -935,7 +935,7 @@ def predict(c):
     for path in map(Path, c.images):
         photos += sorted(path.rglob('*.*')) if path.is_dir() else [path]
     if not photos:
-        fail('predict needs --images PHOTO ...')
+        fail('predict needs --images PHOTO ..., or a folder with photos')
     model, meta = load_run(c)
     size, answers = model.config.image_size, {}
     for path in map(str, photos):
@@ -1000,9 +1000,9 @@ def load(path):
 
 def newest(c, name):
     """The file `name` of --folder or, without it, of the newest run."""
-    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if c.folder:
-        files = [Path(c.folder, name)]
+        return Path(c.folder, name)
+    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if not files:
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
     return max(files, key=os.path.getmtime)
@@ -1076,8 +1076,6 @@ def draw_curves(path, log, panels):
 def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1125,15 +1123,17 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # Config's source, printed above, has all but these
+        if f.name not in CHOICES:  # Config's source, printed above, says enough of these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
-    given = vars(p.parse_args(words))
+    given, trains = vars(p.parse_args(words)), action in ('train', 'teacher')
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
         if type(x) is int and x < 0 <= (getattr(Config, name) or 0):  # its default is not negative
             fail(f'{flag} {x} is less than 0')
-        if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
+        if trains and name in ('folder', 'images'):
+            fail(f'{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
+        if not trains and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
     preset = given.pop('preset', 'tiny')
     c = Config(**{**PRESETS[preset], **given})

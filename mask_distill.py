@@ -265,7 +265,7 @@ def kept_pairs(masks, alphas, T):
 class Config:
     """Every field is a flag: --n-layer 6, --compile, --no-compile. --help prints this.
     A field of yours needs a type: int, float, str, bool, Literal, or float | None (not set).
-    A student's model has its teacher's values (with --init, the file's), but STUDENT's."""
+    A student's model has the values of its teacher (or of --init), except those in STUDENT."""
     # the student, and MA's method
     masks: str = 'window:32+sinks:4'  # kinds, joined by +, or all, last5, windows, first-all
     reading: str = 'renormalised'  # a row of READINGS: how W enters attention
@@ -277,7 +277,7 @@ class Config:
     learning_rate: float = 5e-4    # of attention layers
     warmup_iters: int = 20         # steps up to the peak rates
     init: str = ''                 # teacher's file, of a run or of prepare_data.py; '': train one
-    # the teacher, without --init. In its run the first three are max_iters, learning_rate and
+    # the teacher, without --init. Its own run calls the first three max_iters, learning_rate and
     # warmup_iters
     teacher_iters: int = 600       # optimiser steps
     teacher_lr: float = 2e-3       # learning rate at its peak
@@ -326,7 +326,7 @@ CHOICES = {'reading': READINGS}  # flags whose values are the rows of a table
 MACHINE = {  # settings that are not in a run's name, and may differ when it is resumed
     'device', 'compile', 'threads', 'log_interval', 'resume', 'out_dir', 'folder', 'judge_rows',
     'prompt', 'new_tokens', 'temperature'}
-STUDENT = {  # a student's own settings; its model has its teacher's others
+STUDENT = {  # a student's own settings; its model copies all others from its teacher
     'masks', 'reading', 'learn', 'l1', 'samples', 'max_iters', 'alpha_lr', 'learning_rate',
     'warmup_iters', 'init'}
 
@@ -553,8 +553,8 @@ def load_pair(path, device='cpu'):
 def train_teacher(c):
     """Train the teacher of c's students, or finish it -> its last metrics, log and folder. Its run
     is named by its settings and by checksums of the data and of this file: so the same command
-    finds it, and after an edit another is trained (or --init the old best.pt). To start two
-    commands at once, first run the action `teacher`."""
+    finds it, and after an edit a new one is trained (to keep the old: --init its best.pt). To start
+    two commands at once, first run the action `teacher`."""
     print(f'teacher a small GPT-2 learns the text in {c.teacher_iters} steps (--teacher-iters)')
     given = {name: x for name, x in asdict(c).items()
              if name not in (STUDENT | MACHINE) and x != getattr(Config, name)}
@@ -579,7 +579,7 @@ def find_teacher(c, data):
     for name, size in sizes.items():  # a default counts as not typed: then the file's size is taken
         found = getattr(teacher.config, name)
         if size not in (found, getattr(Config, name)):
-            hint = ': --data has other tokens' * (name == 'vocab_size')
+            hint = ', that of --data or --vocab-size' * (name == 'vocab_size')
             fail(f'{file} has {name} {found}, not {size}{hint}')
     if c.block_size > teacher.config.block_size:
         fail(f'--block-size {c.block_size}: {file} has {teacher.config.block_size} positions')
@@ -937,9 +937,9 @@ def load(path):
 
 def newest(c, name):
     """The file `name` of --folder or, without it, of the newest run."""
-    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if c.folder:
-        files = [Path(c.folder, name)]
+        return Path(c.folder, name)
+    files = [*Path(c.out_dir, SCRIPT).glob(f'*/{name}')]
     if not files:
         fail(f'no run in {Path(c.out_dir, SCRIPT)}: train first')
     return max(files, key=os.path.getmtime)
@@ -1008,8 +1008,6 @@ def draw_curves(path, log, panels):
 def run_folder(c, preset, given):
     """-> c with the folder of its run; resume becomes False if there is none to continue. `given`
     are the flags that were typed, {field: value}."""
-    for flag in {'folder', 'images'} & given.keys():
-        fail(f'--{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
     flags = [f'{key}={value}' for key, value in sorted(given.items()) if key not in MACHINE]
     words = ','.join([preset, *flags])
     name = re.sub(r'[^\w.,=-]', '_', words)
@@ -1056,15 +1054,17 @@ def parse(argv):
             kind = dict(action=argparse.BooleanOptionalAction)
         elif f.type is tuple:  # such as photos
             kind = dict(nargs='+')
-        if f.name not in CHOICES:  # Config's source, printed above, has all but these
+        if f.name not in CHOICES:  # Config's source, printed above, says enough of these
             kind['help'] = argparse.SUPPRESS
         p.add_argument('--' + f.name.replace('_', '-'), **kind)
-    given = vars(p.parse_args(words))
+    given, trains = vars(p.parse_args(words)), action in ('train', 'teacher')
     for name, x in given.items():
         flag = '--' + name.replace('_', '-')
         if type(x) is int and x < 0 <= (getattr(Config, name) or 0):  # its default is not negative
             fail(f'{flag} {x} is less than 0')
-        if action not in ('train', 'teacher') and name not in MACHINE | {'seed'}:
+        if trains and name in ('folder', 'images'):
+            fail(f'{flag} goes with a trained run: say {SCRIPT}.py {[*ACTIONS][-1]}')
+        if not trains and name not in MACHINE | {'seed'}:
             fail(f'{action} has the settings of a run, which --folder names: leave out {flag}')
     preset = given.pop('preset', 'tiny')
     c = Config(**{**PRESETS[preset], **given})

@@ -1962,6 +1962,8 @@ def test_runs_are_named_by_their_command(tmp_path):
     assert folder('--resume', '--seed', 5) not in (first, second)
     assert f'run     {first}, ' in run(gpt, 'sample', '--folder', first).out
     refuse(gpt, ['--folder'], *flags, '--folder', second, '--resume')
+    refuse(mask, ['--folder'], 'teacher', '--folder', second)
+    refuse(gpt, ['is missing'], 'sample', '--folder', tmp_path / 'nowhere')
     saved = load(first / 'ckpt.pt')
     torch.save(dict(saved, settings=dict(saved['settings'], beta1=0.7)), first / 'ckpt.pt')
     refuse(gpt, ['beta1 0.7', '0.9'], *flags, '--resume')
@@ -1996,7 +1998,9 @@ def test_progress_threads_and_seeds(tmp_path):
         assert not torch.equal(one, two), script.SCRIPT
         one, two = [make(c, data.meta).state_dict() for c in seeds]
         assert not all(torch.equal(one[key], two[key]) for key in one), script.SCRIPT
-    assert 'the rate has no peak' in run(gpt, *tiny(gpt, tmp_path), '--warmdown-iters', 6).out
+    for schedule, is_so in ('trapezoid', True), ('cosine', False):  # which has no warmdown
+        out = run(gpt, *tiny(gpt, tmp_path), '--warmdown-iters', 6, '--schedule', schedule).out
+        assert ('the rate has no peak' in out) == is_so, out
 
 def test_best_weights(tmp_path):
     """best.pt has those of the best evaluation, compiled or not; the report's figure is the last.
