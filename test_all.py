@@ -3012,10 +3012,12 @@ def test_compare_chooses_and_judges(tmp_path):
 
         one = run(compare, *flags('c.csv', '4e-3', '0')).out
         assert 'nan' not in one and '+1.1000                       -' in one, one
-        for case, seeds in ('softmax', '0,1'), ('belief', '0'):
+        for case, seeds in ('softmax', '0,1'), ('belief', '5,6'), ('attentionx', '0,1,2'):
             done(compare, 'attentionx_gpt', '--csv', tmp_path / 'd.csv', '--sweep',
                  f'attention={case}', '--seeds', seeds)
-        assert 'other seeds than row 1' in run(compare, *read('d.csv')).out
+        unlike = run(compare, *read('d.csv')).out
+        assert 'not means: belief (2); attentionx (3)\n' in unlike, unlike
+        assert 'Intervals: 95 %\n' in unlike, unlike  # of attentionx alone
         assert 'other seeds' not in one, one
         done(compare, *flags('c.csv', '4e-3', '1'), '--max-iters', 7)
         refuse(compare, ['softmax differ in max_iters'], *read('c.csv'))
@@ -3044,7 +3046,7 @@ def test_compare_mistakes(tmp_path):
                 (["invalid seeds value: 'x'"], '--seeds', 'x'), (['gama'], '--gama', 3),
                 (['no such Python file'], '--with', tmp_path / 'none.py'),
                 (['--metric x'], *read, '--metric', 'x'), (['two rows'], *read, file),
-                (['--metric case'], *read, '--metric', 'case'),
+                (['--metric case'], *read, '--metric', 'case'), (['a timing'], *read, '--bench'),
                 (['--tune seed'], *read, '--tune', 'seed'),
                 (['--against x'], *read, '--against', 'x'), (['--against y'], '--against', 'y'),
                 (['gama'], *read, '--gama', 3), (['--log-csv'], '--log-csv', file),
@@ -3133,6 +3135,10 @@ def test_compare_and_bench(tmp_path):
         close(times, [1000, 1000], 1e-3)
         shown = run(compare, script.SCRIPT, '--bench', '--from-csv', file)
         assert bench.out.endswith(shown.out), (bench.out, shown.out)
+    with patch.object(detr, 'get_batch', side_effect=detr.get_batch) as batches:
+        done(compare, 'admm_detr', '--out-dir', tmp_path, '--batch-size', 1, '--bench', '--rounds',
+             1, '--sweep', 'image_size=32,64')
+    assert [call[0][0].train.side for call in batches.call_args_list] == [32, 64]  # its own data
     teachers = {row['init'] for row in compare.read_rows(rows_of)}
     assert len(teachers) == 1 and load(*teachers)['config']['seed'] == 5
     with patch.object(mask, 'train_teacher', None):
@@ -3181,6 +3187,9 @@ def test_compare_draws(tmp_path):
     assert {label for _, _, _, label in drawn[::2]} == {'BeliefFormer', 'softmax-scaled'}
     end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path), '--eval-interval', 0, '--seeds', '0')
     assert 'no picture: each run was evaluated once' in end.out, end.out
+    end = run(compare, 'attentionx_gpt', *tiny(gpt, tmp_path)[2:], '--seeds', '0', '--sweep',
+              'max_iters=0,6')
+    assert 'no picture' not in end.out, end.out
 
 def test_compare_with_a_file(tmp_path):
     """--with adds a variant. Once it is edited, its runs do not go on; an error names its row."""

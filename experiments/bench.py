@@ -20,8 +20,9 @@ def take_turns(works, rounds, device):
             times[name].append(clock() - begin)
     return {name: seconds[2:] for name, seconds in times.items()}
 
-def works_of(script, c, data, device):
+def works_of(script, c, device):
     """The net of a case, and two functions: a training step, and a forward pass alone."""
+    data = script.load_data(c)
     autocast, scaler = script.mixed_precision(*script.pick_device(c))
     if script.SCRIPT == 'mask_distill':
         teacher = [script.find_teacher(c, data).to(device).eval()]
@@ -47,8 +48,8 @@ def bench(script, cases, rounds):
     """Time {case: Config} -> rows: medians, and quartiles of the time as a ratio to the first
     case's in the same round.  [BF Tables 1 to 3]"""
     first, c = next(iter(cases.items()))
-    data, device, rows = script.load_data(c), script.pick_device(c)[0], []
-    works = {case: works_of(script, c, data, device) for case, c in cases.items()}
+    device, rows = script.pick_device(c)[0], []
+    works = {case: works_of(script, c, device) for case, c in cases.items()}
     for at, what in enumerate(('training step', 'inference'), 1):
         for net, *_ in works.values():
             net.train(what == 'training step')

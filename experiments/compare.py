@@ -18,7 +18,7 @@ All other flags go to the script: --preset t4, --max-iters 1000. A run uses one 
 --threads says otherwise. Each run is a row of NAME.csv: its settings and figures, the version of
 the script, PyTorch and the processor. The runs themselves are in NAME.runs: the same command takes
 them from there, and goes on with one that was stopped. After any edit of the script all runs begin
-anew, in another csv. To train one again, remove its folder. Two commands with other seeds may work
+anew, in another csv. To train one again, remove its folder. Commands with different seeds may work
 at the same time (masks need --init for that). The last line names a picture: every case over steps
 and over seconds. A table's mean_loss is the training loss, a mean of all steps. --diagnose also
 logs lengths and angles of what attention outputs (see diagnose.py). To test the rows of a file of
@@ -64,7 +64,7 @@ except ImportError:
 METRIC = {  # a validation figure by which --tune chooses, and which of two is better
     'attentionx_gpt': ('val_loss', min), 'belief_vit': ('val_acc', max),
     'admm_detr': ('AP', max), 'mask_distill': ('val_loss', min)}
-RESULTS = {  # figures of a table; differences are of the first
+RESULTS = {  # columns of a table; diff is that of the first
     'attentionx_gpt': ['val_loss', 'mean_loss'],
     'belief_vit': ['test_acc', 'best_test_acc', 'mean_loss'],
     'admm_detr': ['AP', 'AP50', 'AP75'],
@@ -362,7 +362,7 @@ def group_by_case(script, rows, against):
     for row in sorted(rows, key=lambda row: any(row.get(key) != x for key, x in baseline.items())):
         runs = cases.setdefault(row['case'], {})
         if row['seed'] in runs:
-            fail(f'{row["case"]}, seed {row["seed"]:g}: two rows; name fewer files, or a csv for '
+            fail(f'{row["case"]}, seed {row["seed"]:.0f}: two rows; name fewer files, or a csv for '
                  'each comparison')
         runs[row['seed']] = row
     if against and against not in cases:
@@ -378,14 +378,15 @@ def group_by_case(script, rows, against):
 def difference(ours, firsts, paired, tests):
     """Two cases' {seed: figure} -> the mean difference, and half the width of its interval, nan
     where there is none. It holds at 95 % for all tests together (Bonferroni)."""
-    gaps = [x - firsts[seed] for seed, x in ours.items() if seed in firsts]
-    if not paired and ours != firsts:
-        gaps = [x - mean(firsts) for x in ours.values()]
-    samples = [gaps] if paired else [[*ours.values()], [*firsts.values()]]
-    middle = np.mean(gaps) if gaps else math.nan
-    if len(gaps) < 2 or ours == firsts or not max(map(np.std, samples)) > 1e-9 * abs(middle):
+    samples = [[*ours.values()], [*firsts.values()]]
+    middle = mean(ours) - mean(firsts)
+    if paired:
+        samples = [[x - firsts[seed] for seed, x in ours.items() if seed in firsts]]
+        middle = np.mean(samples[0]) if samples[0] else math.nan
+    few = len(samples[0]) < 2 or ours == firsts
+    if few or not max(map(np.std, samples)) > 1e-9 * abs(middle):
         return middle, math.nan
-    test = (stats.ttest_1samp(gaps, 0) if paired else stats.ttest_ind(*samples, equal_var=False))
+    test = stats.ttest_1samp(*samples, 0) if paired else stats.ttest_ind(*samples, equal_var=False)
     low, high = test.confidence_interval(1 - 0.05 / tests)
     return middle, (high - low) / 2
 
@@ -422,11 +423,12 @@ def tabulate(script, cases, metric):
     if len({row['data_crc'] for row in rows if 'data_crc' in row}) > 1:
         print('\nnote: not all rows are of the same data (builtin differs between Pythons)')
     paired = script.SCRIPT not in UNPAIRED
-    unlike = [case for case, runs in cases.items() if runs.keys() != first.keys()]
-    if paired and unlike:
-        print(f'\nnote: other seeds than row 1, so compare diff (of shared seeds), not means: '
-              f'{"; ".join(unlike)}')
-    tests = max(1, sum(len(runs) > 1 for runs in rest))
+    unlike = [f'{case} ({len(runs)})' for case, runs in cases.items()
+              if runs.keys() != first.keys()]
+    if unlike:
+        hint = ', so compare diff (of shared seeds), not means' * paired
+        print(f'\nnote: other seeds than row 1 (their number){hint}: {"; ".join(unlike)}')
+    tests = max(1, sum(len(runs.keys() & first.keys() if paired else runs) > 1 for runs in rest))
     print(f'\n{metric}, seeds: {len(first)}. diff: from row 1, '
           f'{"paired by seed" if paired else "not paired (Welch)"}. '
           f'Intervals: 95 %{f" for all {tests} tested rows together" if tests > 1 else ""}')
@@ -447,7 +449,7 @@ def tabulate(script, cases, metric):
     unresolved = [line['case'] for line in table[1:] if not line['interval'] < abs(line['diff'])]
     if unresolved:
         print(f'open (0 is in the interval, or there is no interval): {"; ".join(unresolved)}')
-    worst = [f'{row["case"]}, seed {row["seed"]:g}' for row in rows if 'diverged' in row]
+    worst = [f'{row["case"]}, seed {row["seed"]:.0f}' for row in rows if 'diverged' in row]
     if worst:
         print(f'diverged, which counts as worst: {"; ".join(worst)}')
     return table
@@ -514,7 +516,7 @@ def show_curves(script, cases, path):
     curves, firsts = read_curves(cases), [next(iter(runs.values())) for runs in cases.values()]
     if not curves:
         return
-    if len(next(iter(curves.values()))[0]) < 3:  # the first is the untrained model's
+    if max(len(logs[0]) for logs in curves.values()) < 3:  # the first is the untrained model's
         return print('note: no picture: each run was evaluated once, at its end (--eval-interval)')
     differ = [name for name in names_of(script) if name != 'seed'
               and len({repr(row.get(name)) for row in firsts}) > 1]
@@ -526,7 +528,7 @@ def show_curves(script, cases, path):
 def present(script, rows, o):
     """Print a table of the runs, and draw them -> the table's lines."""
     if not rows:
-        fail('none of these rows judges yet; those of timings need --bench')
+        fail('no row judges: rows that choose a setting need --test-seeds, timings --bench')
     cases = group_by_case(script, rows, o.against)
     table = tabulate(script, cases, o.metric)
     if not o.from_csv:
@@ -539,7 +541,7 @@ def present(script, rows, o):
                  for row in rows for line in log_of(row)]
         if not lines:
             fail('--log-csv: the logs of these rows are not here')
-        write_rows(Path(o.log_csv), lines)
+        write_rows(o.log_csv, lines)
         print(f'\nlogs are in {o.log_csv}')
     show_curves(script, cases, beside(o.csv, '.png'))
     return table
@@ -573,7 +575,7 @@ def parse(argv):
     p.add_argument('--metric', help='the figure to compare, such as val_loss')
     p.add_argument('--against', help='the row that differences are taken from; default: '
                    'softmax, or the first')
-    p.add_argument('--log-csv', help='a file for the logs of all rows')
+    p.add_argument('--log-csv', type=Path, help='a file for the logs of the rows of the table')
     p.add_argument('--diagnose', action='store_true', help='log what diagnose.py finds, too; '
                    '--log-csv is then NAME-log.csv beside --csv')
     p.add_argument('--bench', action='store_true', help='time a training step and inference')
@@ -593,7 +595,7 @@ def parse(argv):
         o.test_seeds = []
     elif o.tune and o.tune not in [x.partition('=')[0] for x in o.sweep]:
         fail(f'--tune {o.tune}: give the values to choose from, --sweep {o.tune}=A,B')
-    if o.log_csv and Path(o.log_csv) in [o.csv, *(o.from_csv or [])]:
+    if o.log_csv and o.log_csv in [o.csv, *(o.from_csv or [])]:
         fail(f'--log-csv {o.log_csv}: that file has the rows; name another')
     if o.diagnose and o.script == 'mask_distill':
         fail('--diagnose: mask_distill.py logs its coefficients by itself')
@@ -647,6 +649,8 @@ def main(argv=None):
         with compared(script, o):
             rows = run_all(script, cases, o)
     if o.bench:
+        if not any('ms' in row for row in rows):
+            fail('--bench: none of these rows is a timing')
         if kept and not o.from_csv:
             add_rows(kept, rows, script)
         return bench.show(script, rows)
@@ -654,7 +658,7 @@ def main(argv=None):
         worse = choose(script, rows, o.tune)
         rows = [row for row in rows if row['case'] not in worse]
         judged = {row['case'] for row in rows if row['role'] == 'judging'}
-        if waiting := {row['case'] for row in rows} - judged:
+        if waiting := {row['case'] for row in rows if row['role'] == 'choosing'} - judged:
             print(f'\nnote: chosen, but not judged yet: {"; ".join(sorted(waiting))}')
     return present(script, [row for row in rows if row['role'] == 'judging'], o)
 

@@ -8,7 +8,7 @@ bring ||x - x*|| / ||x*|| to 1 %, over all queries and layers. x* is what 5,000 
 float64 end at. The first line also has the mean cosine of x* with relu(q K^T - lambda / 2), and
 the last names the rho that needs fewest.
 """
-import bisect
+import argparse
 import copy
 import sys
 from dataclasses import replace
@@ -48,9 +48,12 @@ def left(pairs, c, best):
     return (gaps.norm() / torch.cat([x.flatten() for x in best]).norm()).item()
 
 def main(argv=None):
-    folder, *flags = (sys.argv[1:] if argv is None else argv) or ['']
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('run', help='a folder with best.pt')
+    o, flags = p.parse_known_args(argv)
     c = detr.parse(flags)[1]
-    pairs, found = problems(folder, c), {}
+    pairs, found = problems(o.run, c), {}
     best = [detr.lasso(q, k, replace(c, iterations=5000, rho=0.1)) for q, k in pairs]
     zeros = torch.cat([x.flatten() for x in best]).eq(0).double().mean().item()
     alike = torch.cat([F.cosine_similarity(x, variants.relu(q, k, c), dim=-1).flatten()
@@ -59,9 +62,8 @@ def main(argv=None):
     print(f'{zeros:.3f} of x* is zero, cosine {alike:.3f}; another rho ends {other:.1e} from it')
     for rho in RHOS:
         gap = lambda n: left(pairs, replace(c, iterations=n, rho=rho), best)
-        n = ITERATIONS[-1]
+        n = next((n for n in ITERATIONS if gap(n) <= 0.01), ITERATIONS[-1])
         if gap(n) <= 0.01:
-            n = ITERATIONS[bisect.bisect_left(ITERATIONS, -0.01, key=lambda n: -gap(n))]
             found[rho] = n, gap(n)
         print(f'rho {rho:<6g} {n:4} iterations leave {100 * gap(n):.2f} %', flush=True)
     if found:

@@ -8,7 +8,7 @@ r"""Memory and time of attention: what masks save, how it scales with length, an
 The first two compare three kinds of attention: eager, which stores T x T scores, and two that do
 not, PyTorch's fused kernel and masks in blocks. `masks` takes a whole model in float32, whose
 weights and logits need the same room in all three; by default a sequence has 1,024 tokens.
-`lengths` takes attention alone, forward and backward, and writes a row for each length to
+`lengths` takes attention alone, forward and backward, and writes rows for each length to
 out/memory/lengths.csv, or to --csv; the longest sequence has --block-size tokens. (figures.py draws
 experiments/runs/lengths.csv.) Other flags are those of mask_distill.py but --init, or with `lasso`
 those of admm_detr.py. Needs scipy.
@@ -168,7 +168,7 @@ def main(argv=None):
     o, flags = p.parse_known_args(argv)
     script = admm_detr if o.what == 'lasso' else mask_distill
     _, c = script.parse(['--threads', '1', *SIZES[o.what].split(), *flags])
-    torch.set_num_threads(c.threads)
+    torch.set_num_threads(c.threads or torch.get_num_threads())
     if o.what == 'lengths':
         return lengths(c, o.csv or Path(c.out_dir, 'memory', 'lengths.csv'))
     return masks(c) if o.what == 'masks' else lasso(c)

@@ -35,10 +35,10 @@ import admm_detr as detr
 
 def as_published(q, k, c, is_self=False, vanilla=False, sigma=1e-4):
     """Equations (3) or (4) -> x (B, nh, Q, N).  [OA Eq. 3] [OA Eq. 4]"""
-    largest = detr.without_self(q @ k.mT, is_self).abs().amax(-1, keepdim=True)
+    products = q @ k.mT  # (B, nh, Q, N)
+    largest = detr.without_self(products, is_self).abs().amax(-1, keepdim=True)
     rho = c.rho * detr.mean_eigenvalue(k)
     threshold = 2 * c.sparsity * largest / rho  # lambda / rho
-    products = q @ k.mT  # (B, nh, Q, N)
     shrink, _ = detr.PENALTY['l1']
     if vanilla:
         inverse = detr.vanilla_inverse(k, rho)
