@@ -62,16 +62,16 @@ def fault(kind, message, of=None):
     FAULTS.append((kind, ' '.join(message.split()), of))
 
 def stop_at_faults(path):
-    """End here if there were any. Of each kind three are shown, and twenty in all."""
+    """End here if there were any. Of each kind three are shown."""
     kinds = defaultdict(list)
     for kind, message, _ in FAULTS:
         kinds[kind].append(message)
     hint = '; --skip-faults leaves out what has faults' * any(of for *_, of in FAULTS)
     if len(FAULTS) == 1:
         fail(FAULTS[0][1] + hint)
-    shown = [message for found in kinds.values() for message in found[:3]]
-    for message in shown[:20]:
-        print('fault   ' + message)
+    for found in kinds.values():
+        for message in found[:3]:
+            print('fault   ' + message)
     if FAULTS:
         counts = ', '.join(f'{len(found):,} {kind}' for kind, found in kinds.items())
         fail(f'{path}: faults: {len(FAULTS):,} ({counts}); nothing was made' + hint)
@@ -121,14 +121,10 @@ def main(argv=None):
         print('usage: python prepare_data.py NAME, or KIND PATH for what you have (--help)\n')
         for name, (_, _, about, *_) in {**DATASETS, **OWN}.items():
             print(f'{name:16}{about}')
-        print(end='', flush=True)
         return {}
     except KeyboardInterrupt:
         print('interrupted; run it again: downloads go on where they stopped', file=sys.stderr)
         raise SystemExit(130)
-    except BrokenPipeError:  # of `| head`, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(1)
     except OSError as error:  # no permission, disk full
         fail(f'{error.filename or args.what}: {error.strerror or error}')
     except ImportError as error:
@@ -190,7 +186,7 @@ def prepare(args):
         made = complete(meta, out / 'new', source)
         if old:
             same = meta['checksum'] == old['checksum']
-            if not same and had != source:  # the source has not only moved
+            if not same and had != source:  # another place, and other contents
                 fail(another)
             note(f'{final} is made again: its contents are ' + ('the same' if same else 'new'))
         put_in_place(made, final, out / 'old')
@@ -285,7 +281,7 @@ def next_command(final, meta, script):
     """What to type next, with the flags that fit."""
     if 'kind' in meta:
         most = meta.get('most_objects', 0)
-        queries = f' --num-queries {3 * most}' if most > 4 else ''  # twelve, unless you say so
+        queries = f' --num-queries {3 * most}' if most > 4 else ''  # the default is 12
         shortest = min(meta['train'], meta['val']) if meta['kind'] == 'tokens' else math.inf
         window = f' --block-size {shortest - 1}' if shortest <= 64 else ''  # by default 64
         return f'{script} --data {shlex.quote(final.name)}{queries}{window}'
@@ -332,7 +328,7 @@ def gather(args, files):
         yield paths
     except (OSError, ImportError):  # a full disk, a package that is missing
         raise
-    except Exception as error:  # what archives raise, and what is none: half a dozen kinds
+    except Exception as error:  # tarfile, zipfile and others raise half a dozen kinds
         fail(f'{" or ".join(map(str, paths))} is not the archive that it should be: {error!r}. If '
              'it was downloaded, delete it to get it anew')
 
@@ -398,15 +394,16 @@ SPLITS = dict(train='train', training='train', val='val', valid='val', validatio
               dev='val', test='test', testing='test', eval='test')
 HIDDEN = re.compile(r'\.|__MACOSX|@eaDir|#recycle|\$RECYCLE\.BIN|Thumbs\.db|desktop\.ini', re.I)
 ADVICE = {  # what to do with files of these endings
-    '.zip': '`unzip -d {0.stem} {0}`, and name that folder',
+    '.zip': '`unzip -d "{0.stem}" "{0}"`, and name that folder',
     '.tar .tgz .gz .xz .bz2 .rar .7z': 'unpack {0} first, and name what was in it',
     '.docx .odt .pdf .epub': 'save it as plain text',
     '.csv .tsv .xlsx': 'labels in a csv such as {0.name}: move the photos into folders CLASS/, '
                        'named as their labels',
     '.parquet .arrow': 'save what {0.name} holds as files: photos in folders CLASS/, or a text',
     '.heic .heif .avif': 'save {0.name} and its like as .jpg',
-    '.npz': '`python prepare_data.py arrays {0}`',
-    '.json .xml': 'for photos with boxes: `python prepare_data.py objects {0.parent}`'}
+    '.npz': '`python prepare_data.py arrays "{0}"`',
+    '.npy': 'put both into one file: np.savez("train.npz", images=..., labels=...)',
+    '.json .xml': 'for photos with boxes: `python prepare_data.py objects "{0.parent}"`'}
 
 def advice(paths):
     """What to do next, for the first of the paths that is in the table ADVICE; '' for none."""
@@ -456,7 +453,7 @@ def choose_splits(folder, groups, three=False, fits=lambda row: True):
     three = three and names[:3] == ['train', 'val', 'test']
     if len(names) > 1 and names[0] != 'train':
         fail(f'{folder} has {" and ".join(name or "no split" for name in names)}, but no train: '
-             'call one so, or leave one alone in the folder')
+             'name one of them train, or keep only one in the folder')
     used = names[:3] if three else [name for name in names[:2] if name or names[0] == '']
     for name in names[len(used):]:
         note(f'{folder}: {len(groups[name]):,} in {name or "no split"} are left out')
@@ -489,7 +486,7 @@ def text_file(paths, out, args):
             return write_bins(encode(texts, tokenizer), out, tokenizer)
     except (UnicodeError, LookupError) as error:
         hint = '. If it is a text, name its encoding, as in --encoding cp1252, gb18030, utf-16-le'
-        if path.suffix not in ('.csv', '.tsv', '.json', '.xml'):  # which are texts, too
+        if path.suffix.lower() not in ('.csv', '.tsv', '.json', '.xml'):  # which are texts, too
             hint = advice([path]) or hint
         fail(f'{path} is not a text in {args.encoding or "UTF-8"}: {error}{hint}')
 
@@ -657,7 +654,8 @@ def arrays(paths, out, args):
                 for split, (_, images, labels) in sorted(groups.items())]
     rows = {split: [*zip(images, labels if texts else np.array(classes)[labels])]
             for split, (_, images, labels) in groups.items()}
-    splits = choose_splits(folder, rows, three=True)
+    counts = Counter(name for part in rows.values() for _, name in part)
+    splits = choose_splits(folder, rows, True, fits=lambda row: counts[row[1]] > 1)
     return write_images('arrays', folder, splits, classes, checksum, out)
 
 def read_arrays(path):
@@ -686,7 +684,7 @@ def read_arrays(path):
     return groups
 
 def as_images(where, images):
-    """Bytes (N, 3, H, W). Channels may be the last or, of greys, absent. If nothing exceeds 1, that
+    """Bytes (N, 3, H, W). Channels may be the last or, of greys, absent. If nothing exceeds 1, 1
     is white."""
     given = f'{images.dtype} {images.shape}'
     if images.ndim == 3:
@@ -702,12 +700,13 @@ def as_images(where, images):
             if given != f'uint8 {images.shape}' or white == 1:
                 note(f'{where}: images {given} become uint8 {images.shape}, and {white} is white')
             return pixels.astype(np.uint8)
-    fault('images', f'{where}: images are {given}, not (N, 3, H, W) from 0 to 255, or from 0 to 1')
+    fault('images', f'{where}: images are {given}, not (N, 3, H, W) of whole numbers from 0 to '
+          '255, or from 0 to 1')
 
 def as_labels(where, images, labels):
     """Whole numbers or texts (N,), one for each image."""
     n, given = len(images), f'{labels.dtype} {labels.shape}'
-    if labels.dtype.kind == 'f' and (labels == labels.round()).all():  # nan is not, either
+    if labels.dtype.kind == 'f' and (labels == labels.round()).all():  # false if there is a nan
         labels = labels.astype(np.int64)
     if labels.dtype.kind not in 'biuUS' or not n or labels.shape not in [(n,), (n, 1)]:
         return fault('labels', f'{where}: labels are {given}, not {n} whole numbers or names')
@@ -740,6 +739,9 @@ def write_images(kind, folder, splits, classes, checksum, out, colours='imagenet
     train, *held = [{name for _, name in rows} for rows in splits]
     for name in sorted(set().union(*held) - train):
         fault('classes', f'{folder}: class {name} has no images to train on, only to judge by')
+    if not all(splits):
+        fault('splits', f'{folder}: no images to judge by: a class needs two, or val/ one that '
+              'can be read')
     stop_at_faults(folder)
     absent = [name for name in classes if name not in train]
     if absent:
@@ -784,7 +786,7 @@ def photos(paths, out, args):
     shown = {parent for path in files if is_photo(path) for parent in (folder / path).parents}
     if others:
         endings = Counter(path.suffix or path.name for path in others).most_common(9)
-        note(f'{folder}: left out are files that are no photos: '
+        note(f'{folder}: left out are files that Pillow does not open: '
              + ', '.join(f'{n:,} {ending}' for ending, n in endings))
     for place in sorted({path.parent for path in others} - {folder, *shown}):
         note(f'{place} has no photos')
@@ -811,14 +813,15 @@ def photos(paths, out, args):
 
 def photo_parts(files):
     """Photos among files -> (parts of the name, path). Folders around all of them are left out, and
-    so is a folder in one of its own name, as archives have them."""
-    rows = []
-    for path in filter(is_photo, files):
-        parts = [unicodedata.normalize('NFC', part) for part in path.parts]
-        rows.append(([part for part, _ in itertools.groupby(parts)], path))
+    so is a folder that holds only one of its own name, as archives have them."""
+    rows = [([unicodedata.normalize('NFC', part) for part in path.parts], path)
+            for path in filter(is_photo, files)]
     while len({parts[0] for parts, _ in rows}) == 1 and min(len(parts) for parts, _ in rows) > 2:
         rows = [(parts[1:], path) for parts, path in rows]
-    return rows
+    inside = defaultdict(set)
+    for parts, _ in rows:
+        inside[parts[0]].update(parts[1:2])
+    return [(parts[1:] if inside[parts[0]] == {parts[0]} else parts, path) for parts, path in rows]
 
 def split_photos(folder, rows):
     """(parts of a name, path) -> {train, val, test or '': photos}. A folder is a split if it is
@@ -833,14 +836,14 @@ def split_photos(folder, rows):
     for split in {*splits.values()}:
         alike = [name for name in splits if splits[name] == split]
         if len(alike) > 1:
-            fault('folders', f'{folder}: {" and ".join(alike)} may each be {split}: leave one')
+            fault('folders', f'{folder}: {" and ".join(alike)} may each be {split}: keep only one')
     for parts, path in rows:
         split, inner = (splits.get(parts[0]), parts[1:]) if splits else ('', parts)
         if split is not None and len(inner) > 1:
             groups[split].append(Photo(folder / path, path.as_posix(), label=inner[0]))
         elif splits and parts[0] in deep - splits.keys():
             fault('folders', f'{folder / path}: {", ".join(splits)} would be splits, and '
-                  f'{parts[0]} is none: leave one kind in the folder')
+                  f'{parts[0]} is none: keep only one kind in the folder')
         elif splits and len(parts) > 1 and split_of(parts[0]) in ('train', 'val'):
             fault('photos in no class', f'{folder / path}: photos of {parts[0]} must be in class '
                   f'folders, {parts[0]}/CLASS/*')
@@ -887,7 +890,7 @@ def read_photos(splits, skip):
     photos = [photo for part in splits for photo in part]
     counts = Counter(photo.turned for photo in photos if photo.turned)
     counts['are transparent in places, and are put on white'] = sum(photo.clear for photo in photos)
-    for what in +counts:
+    for what in +counts:  # + leaves out zeros
         note(f'of {len(photos):,} photos {counts[what]:,} {what}')
     note_copies('photos', [[(photo.crc, photo.size) for photo in part if not photo.wrong]
                            for part in splits])
@@ -1080,7 +1083,7 @@ def listed_photo(folder, roots, path, entry):
 def number(x):
     """A finite number, perhaps written as text; None for anything else."""
     with contextlib.suppress(ValueError):
-        return int(str(x))  # a float may have too few digits
+        return int(str(x))  # float(x) would round ids above 2 ** 53
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         x = float(x)
         return int(x) if x == int(x) else x
@@ -1196,7 +1199,7 @@ FIXED = dict(  # settings of other programs that no tensor shows, as the scripts
 WRAPPERS = re.compile(r'^(module\.|_orig_mod\.|model\.)+')  # DDP, torch.compile, Lightning
 # causal masks, rotary frequencies, counters of batch norm, a ResNet's classifier
 SPARE = re.compile(r'\.attn\.(masked_)?bias$|\.inv_freq$|num_batches_tracked$|^fc\.')
-HEADS = {'detr-r50': 8, 'gpt2': 12}  # of downloads, whose files do not say so
+HEADS = {'detr-r50': 8, 'gpt2': 12}  # of downloads: their files do not have it
 
 def weights(paths, out, args):
     """A file of another program, or Hugging Face's folder of one -> {model, config, ...}."""
@@ -1303,7 +1306,7 @@ def settings(form, w, heads):
         config['bias'] = 'ln_f.bias' in w
     if form == 'ViT':
         config['head_size'] = w['blocks.0.attn.proj.weight'].size(1) // heads
-        grid = math.isqrt(w['pos_embed'].size(1) - len(w['cls_token']))  # which has a position
+        grid = math.isqrt(w['pos_embed'].size(1) - len(w['cls_token']))  # which is no patch
         config['image_size'] = grid * config['patch_size']
     return config
 

@@ -2493,6 +2493,9 @@ def test_door_reads_photos(tmp_path):
         assert all(word in out for word in said), (command, out)
         assert (final / 'look.png').exists()
     assert meta['classes'] == ['ant', 'bus', 'train']
+    for split, first in ('train', 0), ('val', 20):
+        paint_classes(tmp_path / 'rail' / split, 'bus train', first=first)
+    assert prepared(tmp_path, 'photos rail')[1]['classes'] == ['bus', 'train']
     assert contents(tmp_path / 'pets') == before
     checksum = prepared(tmp_path, 'photos pets')[1]['checksum']
     (tmp_path / 'pets').rename(tmp_path / 'beasts')
@@ -2505,6 +2508,7 @@ def test_door_refuses_photos(tmp_path):
     paint_classes(tmp_path / 'beside/green', 'dark')
     paint_classes(tmp_path / 'lacks/train')
     paint_classes(tmp_path / 'lacks/val', 'cat eel')
+    paint_classes(tmp_path / 'single', n=1)
     paint_classes(tmp_path / 'lone/val')
     paint_classes(tmp_path / 'lone/test', first=20)
     paint_classes(tmp_path / 'spaces', 'cat dog')
@@ -2524,6 +2528,7 @@ def test_door_refuses_photos(tmp_path):
         'photos beside': 'train / green', 'photos lacks': 'eel',
         'photos lacks/train/cat --name x': 'CLASS/',
         'photos lone': 'val and test / no train', 'photos spaces': '"cat" and "cat "',
+        'photos single': 'no images to judge by',
         'photos inside': 'train/cat', 'photos both': 'train and training',
         'photos by_train': 'train.txt may list', 'photos by_train_test_split': 'may list',
         'photos .': 'move or rename',
