@@ -3276,6 +3276,22 @@ def test_diagnose_of_detr(tmp_path):
     assert 0.5 < found['1.cross_relu'] < 1 and found['0.self_thin'] == 1, found
     assert found['0.self_five'] == 0 and found['1.self_five'] > 0, found
 
+def test_iterations(tmp_path):
+    """The fewest of the numbers that bring x to 1 % of the optimum."""
+    iterations = package('iterations')
+    folder = done(detr, *tiny(detr, tmp_path, '--cross-attention', 'no-weights'))['folder']
+    c = detr.parse(lasso := ['--ridge', '0.3', '--penalty', 'l1'])[1]
+    with patch.object(iterations, 'RHOS', (0.1,)), patch.object(iterations, 'MANY', 500):
+        (n, gap), = done(iterations, folder, *lasso).values()
+    with contextlib.redirect_stdout(None):
+        pairs, gaps = iterations.problems(folder, c), []
+    for steps in iterations.ITERATIONS[iterations.ITERATIONS.index(n) - 1], n:
+        x, best = [torch.cat([detr.lasso(q, k, dataclasses.replace(c, rho=0.1, iterations=many))
+                              .flatten() for q, k in pairs]) for many in (steps, 1000)]
+        gaps.append((x - best).norm() / best.norm())
+    assert gaps[1] <= 0.01 < gaps[0], (n, gaps)
+    close(gap, gaps[1], 1e-6)
+
 def test_diagnose_of_runs(tmp_path):
     """Every row of ATTENTION has figures, also where V is 0. They change nothing else."""
     diagnose = package('diagnose')
