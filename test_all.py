@@ -3421,7 +3421,8 @@ def test_commands_in_the_texts():
     programs = {script.SCRIPT: script.parse for script in SCRIPTS}
     programs['prepare_data'] = prepare_data.parse
     scripts = {script.SCRIPT: script for script in SCRIPTS}
-    texts = [(HERE / 'README.md').read_text('utf-8'), compare.__doc__.replace('\\\n', ' '),
+    texts = [(HERE / 'README.md').read_text('utf-8'),
+             package('compare').__doc__.replace('\\\n', ' '),
              prepare_data.__doc__, *(script.__doc__ for script in SCRIPTS)]
     command = r'(?:python|uv run|nproc-per-node \d) ([\w/]+)\.py([^`\n#]*)'
     seen = []
@@ -3438,7 +3439,7 @@ def test_commands_in_the_texts():
                 cases = compare.cases_of(scripts[o.script], rest, o.table, o.sweep)
                 assert len(cases) > 1 or not o.table, words
         seen.append(name)
-    assert {*programs} <= {*seen} and len(seen) > 30, seen
+    assert {*programs} <= {*seen} and len(seen) > 50, seen
 
 def test_what_others_left_behind():
     """torchrun's variables without torchrun."""
