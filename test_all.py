@@ -106,7 +106,7 @@ def parse(words):
 
 inspect.getsource = functools.cache(inspect.getsource)  # each `parse` reads its Config's
 check_masks = functools.cache(lambda masks, kinds, check=mask.check_masks: check(masks))
-mask.check_masks = lambda masks: check_masks(masks, (*mask.KINDS.items(),))  # slow; every Config calls it
+mask.check_masks = lambda masks: check_masks(masks, (*mask.KINDS.items(),))  # slow, and often
 torch.set_num_threads(1)
 ARGS = parse(sys.argv[1:] if __name__ == '__main__' else [])
 DEVICE = ARGS.device
