@@ -1195,7 +1195,8 @@ def draw_found(path, examples, answers, classes):
         draw_boxes(column[0], found, classes)
         draw_boxes(column[1], found[:1], classes)
         if not found:
-            column[0].text(0, height, 'no score reaches --threshold', color='white', va='bottom')
+            column[0].text(0, height, 'no score reaches --threshold', color='white', va='bottom',
+                           bbox=dict(color='black', pad=1))
     figure.savefig(path)
 
 def draw_boxes(axis, found, classes):
