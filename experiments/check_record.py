@@ -1,5 +1,5 @@
-"""Check every figure of README.md, results.md, exercises.md, and what runs/README.md expected and
-found, against runs/*.csv.
+"""Check the figures of README.md, results.md, exercises.md and runs/README.md's section Expected
+against runs/*.csv.
 
     python experiments/check_record.py    # seconds; ends with 1 and the line where one is off
 
@@ -252,7 +252,7 @@ def own_intervals():
                                ('attentionx', 'belief', 1)):
         gap = [100 * x for x in gaps('vit-papers-rate', case, first, 'test_acc').values()]
         yield stats.ttest_1samp(gap, 0).confidence_interval(1 - 0.05 / tests)
-    # and after as many steps at best rates: the latter
+    # AttentionX against BeliefFormer after 6 epochs at best rates
     gap = gaps('vit-6-epochs', 'attentionx 2e-3', 'belief 2e-3', 'test_acc').values()
     yield stats.ttest_1samp([100 * x for x in gap], 0).confidence_interval()
     # gamma 3 against 1 with the diagonal, 1 against 3 without it, and what differs in the gains
