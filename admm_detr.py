@@ -1136,8 +1136,8 @@ def report(c, model, log, folder, data):
     draw(draw_found, folder / 'detections.png', examples, answers, data.meta['classes'])
     print(f'files   {folder}: {", ".join(sorted(path.name for path in folder.iterdir()))}')
     if c.data == 'builtin':
-        print(f'next    python {SCRIPT}.py --cross-attention NAME ({", ".join(ATTENTION)})\n'
-              '        python prepare_data.py objects FOLDER: photos of your own')
+        print(f'next    python {SCRIPT}.py --cross-attention softmax\n'
+              '        python prepare_data.py objects FOLDER_WITH_PHOTOS')
     else:
         print(f'next    python {SCRIPT}.py detect --folder "{folder}" --images PHOTO ...')
 
