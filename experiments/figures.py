@@ -284,7 +284,7 @@ def draw_ridge():
     relu = np.mean([row['AP'] for row in read_all('detr-relu')])
     ax.plot(1, relu, '*', color=BLACK, ms=12, label='ReLU attention')
     ax.set(xlabel='mean cosine of x with ReLU attention\'s', ylabel='average precision',
-           xlim=(None, 1.03), ylim=(0, None))
+           xlim=(None, 1.03), ylim=(-0.05, None))
     figure.legend(*ax.get_legend_handles_labels(), loc='outside lower center', ncols=3)
     save(figure, 'ridge')
 
